@@ -1,0 +1,1 @@
+"""Proposers: where drafts come from."""

@@ -1,0 +1,69 @@
+"""Proposer: drafts tokens for the rows of a decode step. Draft: what it hands to the verifier."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.decode_state import DecodeState
+from specdec.sequence import Sequence, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Drafted tokens of one step. A token, once drawn, must be handed in: dropping it by its own q biases the output."""
+
+    token_ids: Tensor  # [rows, K] int64; entries at or behind num_draft_tokens[i] are padding (-1)
+    num_draft_tokens: Tensor  # [rows] int64; 0 = plain decoding of that row
+    probs: Tensor | None = None  # [rows, K, vocab] float32, the q drawn from; None = one-hot
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        return self.token_ids.shape[1]
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> Draft:
+        """No drafts: the step is plain decoding."""
+        return cls(
+            token_ids=torch.empty(num_rows, 0, dtype=torch.int64, device=device),
+            num_draft_tokens=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        )
+
+    @classmethod
+    def from_lists(cls, drafts: Seq[Seq[int]], device: torch.device) -> Draft:
+        """One-hot drafts of a host-side proposer, one list per row, as wide as the longest."""
+        width = max((len(d) for d in drafts), default=0)
+        rows = [[*d, *([-1] * (width - len(d)))] for d in drafts]
+        return cls(
+            token_ids=torch.tensor(rows, dtype=torch.int64).view(len(rows), width).to(device),
+            num_draft_tokens=torch.tensor([len(d) for d in drafts], dtype=torch.int64).to(device),
+        )
+
+
+class Proposer(ABC):
+    """Drafts at most state.num_draft_tokens[i] tokens for row i.
+
+    A proposer that keeps KV of its own says so by `uses_kv`, keeps `Sequence.num_draft_computed_tokens` true, and fills its
+    KV in `extend`. `max_model_len` bounds the tokens of a sequence for which it drafts (None = no bound).
+    """
+
+    name: str
+    uses_kv: bool = False
+    max_model_len: int | None = None
+
+    @abstractmethod
+    def propose(self, state: DecodeState) -> Draft:
+        """Draft for all rows; may write its KV behind the committed tokens."""
+
+    def extend(self, spans: Seq[Span]) -> None:
+        """The target computes these committed tokens now: compute their draft KV too."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence left the engine."""
+
+    def clear(self, blocks: Seq[int]) -> None:
+        """Zero the KV of blocks that may hold NaN."""

@@ -1,0 +1,264 @@
+"""From names to a running engine: resolve, check, plan memory, load, connect. Every refusal comes before weights load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.attention.select import Choice, select_backend
+from specdec.block_pool import BlockPool
+from specdec.config import EngineConfig
+from specdec.engine import Engine
+from specdec.kv_cache import KVLayout
+from specdec.memory import (
+    CPU_KV_BYTES,
+    Footprint,
+    MemoryPlan,
+    free_bytes,
+    plan_memory,
+    workspace_bytes,
+)
+from specdec.models.families import check_family, kv_shape, max_context
+from specdec.models.loading import (
+    ModelSource,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_dtype,
+    resolve_source,
+    source_from_model,
+    weight_bytes,
+)
+from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
+from specdec.models.vocabulary import check_vocabularies
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.none import NoProposer
+from specdec.registry import Registry
+from specdec.scheduler import Scheduler
+from specdec.verifiers.base import AcceptanceRule
+from specdec.verifiers.greedy import refuse_sampling
+from specdec.verifiers.rejection import rejection
+from specdec.verifiers.target_model import TargetModelVerifier
+
+ModelName = str | os.PathLike[str] | PreTrainedModel
+
+
+@dataclass(slots=True)
+class ProposerContext:
+    """What a proposer factory may use."""
+
+    config: EngineConfig
+    draft: TransformersModel | None
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A running engine and what the user may ask about it."""
+
+    engine: Engine
+    tokenizer: Any
+    attention: Choice
+    memory: MemoryPlan
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def _draft_model(context: ProposerContext) -> Proposer:
+    if context.draft is None:
+        raise ValueError("proposer='draft_model' needs a draft: give draft=...")
+    return DraftModelProposer(context.draft, context.config.max_num_batched_tokens)
+
+
+def _ngram(context: ProposerContext) -> Proposer:
+    return NgramProposer(context.config.ngram_min, context.config.ngram_max)
+
+
+PROPOSERS: Registry[Callable[[ProposerContext], Proposer]] = Registry(
+    "proposer",
+    "specdec.proposers",
+    {"draft_model": _draft_model, "ngram": _ngram, "none": lambda context: NoProposer()},
+)
+ACCEPTANCE_RULES: Registry[AcceptanceRule] = Registry(
+    "acceptance rule",
+    "specdec.verifiers",
+    {"rejection": rejection, "greedy": refuse_sampling},
+)
+
+
+@dataclass(slots=True)
+class _Part:
+    """One model on its way: source, and the module once it is in memory."""
+
+    role: str
+    source: ModelSource
+    model: PreTrainedModel | None
+    dtype: torch.dtype
+
+    def footprint(self) -> Footprint:
+        shape = kv_shape(self.source.config)
+        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype)
+        loaded = 0 if self.model is not None else weight_bytes(self.source, self.dtype)
+        return Footprint(self.role, loaded, layout)
+
+
+def assemble(
+    target: ModelName,
+    draft: ModelName | None,
+    config: EngineConfig,
+    *,
+    tokenizer: Any = None,
+    progress: bool = True,
+) -> Assembled:
+    """Build an engine. Raises ValueError, ImportError or FileNotFoundError with a remedy."""
+    device = resolve_device(config.device, target)
+    proposer_name = config.proposer
+    if proposer_name == "auto":
+        proposer_name = "draft_model" if draft is not None else "ngram"
+    if config.num_draft_tokens == 0:
+        proposer_name = "none"
+    make_proposer = PROPOSERS.get(proposer_name)
+    rule = ACCEPTANCE_RULES.get(config.acceptance)
+    part = partial(_part, config=config, device=device, progress=progress)
+    target_part = part("target", target)
+    parts = [target_part] if draft is None else [target_part, part("draft", draft)]
+    own_tokenizer = tokenizer or load_tokenizer(target_part.source)
+    if draft is not None:
+        check_vocabularies(
+            own_tokenizer,
+            load_tokenizer(parts[1].source),
+            target_part.source.config.get_text_config().vocab_size,
+            parts[1].source.config.get_text_config().vocab_size,
+        )
+    head_dims = tuple(kv_shape(p.source.config).head_dim for p in parts)
+    choice = select_backend(config.attention, device, target_part.dtype, head_dims)
+    block_size = _block_size(config.block_size, choice)
+    memory = _plan(parts, config, device, block_size)
+    models = [_load(p, choice, device, memory.num_blocks, block_size) for p in parts]
+    pool = BlockPool(memory.num_blocks, block_size, config.enable_prefix_caching)
+    proposer = make_proposer(ProposerContext(config, models[1] if draft is not None else None))
+    engine = Engine(
+        models[0],
+        proposer,
+        TargetModelVerifier(models[0], rule),
+        pool,
+        Scheduler(
+            pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=memory.max_model_len,
+            num_draft_tokens=config.num_draft_tokens,
+            proposer_max_len=proposer.max_model_len,
+        ),
+        tokenizer=own_tokenizer,
+        eos_ids=eos_token_ids(target_part.source, target_part.model, own_tokenizer),
+    )
+    description = {
+        "target": target_part.source.name,
+        "draft": None if draft is None else parts[1].source.name,
+        "proposer": proposer_name,
+        "num_draft_tokens": config.num_draft_tokens,
+        "acceptance": config.acceptance,
+        "attention": choice.backend.name,
+        "attention_reason": choice.reason,
+        "device": str(device),
+        "dtype": str(target_part.dtype).removeprefix("torch."),
+        "block_size": block_size,
+        "num_blocks": memory.num_blocks,
+        "max_model_len": memory.max_model_len,
+    }
+    return Assembled(engine, own_tokenizer, choice, memory, description)
+
+
+def resolve_device(name: str, target: ModelName) -> torch.device:
+    """The device asked for; auto takes the target's if it is loaded, else CUDA when there is one."""
+    if name == "auto":
+        if isinstance(target, PreTrainedModel):
+            return target.device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not known to torch; use 'cpu' or 'cuda'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, torch sees no CUDA device; use device='cpu'")
+    return device
+
+
+def _part(
+    role: str, name: ModelName, *, config: EngineConfig, device: torch.device, progress: bool
+) -> _Part:
+    if isinstance(name, PreTrainedModel):
+        check_family(name.config)
+        if name.device != device:
+            raise ValueError(f"the {role} is on {name.device}, the engine on {device}; move it first")
+        return _Part(role, source_from_model(name), name, name.dtype)
+    source = resolve_source(
+        name,
+        load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
+        progress=progress,
+    )
+    return _Part(role, source, None, resolve_dtype(config.dtype, source.config, device))
+
+
+def _block_size(asked: int | None, choice: Choice) -> int:
+    sizes = choice.backend.block_sizes()
+    if asked is None:
+        return sizes[0]
+    if asked not in sizes:
+        raise ValueError(
+            f"block_size {asked} cannot be read by attention {choice.backend.name!r}, which takes "
+            f"{', '.join(map(str, sizes))}; change block_size or attention"
+        )
+    return asked
+
+
+def _plan(
+    parts: list[_Part], config: EngineConfig, device: torch.device, block_size: int
+) -> MemoryPlan:
+    text = parts[0].source.config.get_text_config()
+    native = max_context(parts[0].source.config)
+    if config.max_model_len is not None and config.max_model_len > native:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is past the target's context of {native} tokens; lower it"
+        )
+    width = text.hidden_size + getattr(text, "intermediate_size", 4 * text.hidden_size)
+    return plan_memory(
+        [part.footprint() for part in parts],
+        available_bytes=free_bytes(device),
+        utilization=config.memory_utilization,
+        workspace=workspace_bytes(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.num_draft_tokens,
+            text.vocab_size,
+            width,
+        ),
+        block_size=block_size,
+        max_model_len=config.max_model_len or native,
+        shrink=config.max_model_len is None,
+        max_num_seqs=config.max_num_seqs,
+        num_draft_tokens=config.num_draft_tokens,
+        num_blocks=config.num_blocks,
+        kv_limit=CPU_KV_BYTES if device.type == "cpu" else None,
+    )
+
+
+def _load(
+    part: _Part, choice: Choice, device: torch.device, num_blocks: int, block_size: int
+) -> TransformersModel:
+    if part.model is None:
+        part.model = load_model(part.source, device=device, dtype=part.dtype)
+    else:
+        part.model.eval()
+        part.model.set_attn_implementation(ATTENTION_NAME)
+    paged = TransformersModel(part.model, choice.backend)
+    paged.attach(num_blocks, block_size)
+    return paged

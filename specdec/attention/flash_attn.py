@@ -1,0 +1,109 @@
+"""flash_attn: FlashAttention-2 (arXiv 2307.08691) over paged KV, fp16 / bf16 on CUDA.
+
+Decode batches (one q for all rows) go through `flash_attn_with_kvcache`, which appends in the kernel; ragged ones through a
+scatter write and `flash_attn_varlen_func` with a block table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.attention.base import AttentionBackend, AttentionOptions
+from specdec.batch import ForwardBatch
+from specdec.kv_cache import store
+
+PAGE = 256  # FlashAttention-2 reads pages of a multiple of this
+MIN_VERSION = (2, 5)
+
+
+@cache
+def flash_module() -> ModuleType:
+    """The flash_attn package. Raises ImportError, with what to install, if it is missing or too old."""
+    remedy = "install it with: pip install 'flash-attn>=2.5' (CUDA, built against your torch)"
+    try:
+        module = importlib.import_module("flash_attn")
+        version = tuple(int(part) for part in module.__version__.split(".")[:2])
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"attention='flash_attn' needs the package flash-attn ({error}); {remedy}") from error
+    if version < MIN_VERSION:
+        raise ImportError(f"flash-attn is {module.__version__}, paged KV needs 2.5 or newer; {remedy}")
+    return module
+
+
+class FlashAttnBackend(AttentionBackend):
+    """MHA, GQA and MQA, window and softcap. Block sizes are multiples of 256."""
+
+    name = "flash_attn"
+
+    def __init__(self) -> None:
+        self._flash: Any = flash_module()
+
+    def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return f"flash_attn runs on CUDA devices, not on {device.type}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"flash_attn takes float16 or bfloat16, not {dtype}"
+        if head_dim > 256 or head_dim % 8:
+            return f"flash_attn takes head_dim up to 256 in steps of 8, not {head_dim}"
+        return None
+
+    def block_sizes(self) -> tuple[int, ...]:
+        return (PAGE,)
+
+    def plan(self, batch: ForwardBatch, block_size: int, padding_block: int) -> Tensor | None:
+        """cu_seqlens_k [num_seqs + 1] int32 of a ragged batch."""
+        if batch.q_len is not None and batch.num_seqs * batch.q_len == batch.token_ids.shape[0]:
+            return None
+        q_lens = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
+        ends = torch.cumsum(batch.cache_seqlens + q_lens, 0, dtype=torch.int32)
+        return torch.cat((ends.new_zeros(1), ends))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        left = -1 if options.window is None else options.window - 1
+        common: dict[str, Any] = {
+            "softmax_scale": options.softmax_scale,
+            "causal": True,
+            "window_size": (left, -1 if options.window is None else 0),
+            "block_table": batch.block_table,
+        }
+        if options.softcap is not None:
+            common["softcap"] = options.softcap
+        if batch.plan is None:
+            rows = (batch.num_seqs, batch.q_len)
+            out = self._flash.flash_attn_with_kvcache(
+                q.view(*rows, *q.shape[1:]),
+                k_cache,
+                v_cache,
+                k=k.view(*rows, *k.shape[1:]),
+                v=v.view(*rows, *v.shape[1:]),
+                cache_seqlens=batch.cache_seqlens,
+                **common,
+            )
+            return out.view(q.shape)  # type: ignore[no-any-return]
+        store(k_cache, k, batch.slot_mapping)
+        store(v_cache, v, batch.slot_mapping)
+        return self._flash.flash_attn_varlen_func(  # type: ignore[no-any-return]
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            cu_seqlens_k=batch.plan,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            **common,
+        )

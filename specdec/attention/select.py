@@ -1,0 +1,59 @@
+"""Which attention backend serves a model: by name, or `auto` by device and what is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specdec.attention.base import AttentionBackend
+from specdec.attention.flash_attn import FlashAttnBackend
+from specdec.attention.reference import ReferenceBackend
+from specdec.registry import Registry
+
+BACKENDS: Registry[Callable[[], AttentionBackend]] = Registry(
+    "attention backend",
+    "specdec.attention",
+    {"reference": ReferenceBackend, "flash_attn": FlashAttnBackend},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend and why it was taken."""
+
+    backend: AttentionBackend
+    reason: str
+
+
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]
+) -> Choice:
+    """Pick the backend for models with these head dimensions.
+
+    A named backend is never replaced: ImportError names the package to install, ValueError says why it cannot serve.
+    """
+    if name != "auto":
+        backend = BACKENDS.get(name)()
+        reason = _unsupported(backend, device, dtype, head_dims)
+        if reason:
+            raise ValueError(f"attention={name!r} cannot serve this model: {reason}; use attention='auto'")
+        return Choice(backend, "asked for")
+    if device.type != "cuda":
+        return Choice(ReferenceBackend(), f"the device is {device.type}")
+    try:
+        flash = FlashAttnBackend()
+    except ImportError as error:
+        return Choice(ReferenceBackend(), str(error))
+    reason = _unsupported(flash, device, dtype, head_dims)
+    if reason:
+        return Choice(ReferenceBackend(), reason)
+    return Choice(flash, "flash-attn is installed")
+
+
+def _unsupported(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]
+) -> str | None:
+    reasons = (backend.supports(device, dtype, head_dim) for head_dim in head_dims)
+    return next((reason for reason in reasons if reason), None)

@@ -1,0 +1,97 @@
+"""DecodeState: one row per decoding sequence, as the tensors that draft, verify and accept work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.batch import ForwardBatch, check_table, pad_tables
+from specdec.sampling.noise import WindowUniforms, window_uniforms
+from specdec.sampling.rows import RowSource, SamplingRows
+from specdec.sequence import Sequence
+
+
+@dataclass(slots=True)
+class DecodeState:
+    """The rows of one decode step. Row i has n_i committed tokens; its window is the K_i drafts behind them.
+
+    Built from host data before the step; inside the step only tensors are used. `num_draft_tokens` is an upper limit that a
+    proposer may undercut, as long as it decides before it draws a draft.
+    """
+
+    seqs: list[Sequence]  # host side, for proposers that read tokens
+    num_draft_tokens: list[int]  # K_i on the host
+    last_token_ids: Tensor  # [rows, 2] int64: the last two committed tokens ([t, t] for a one-token sequence)
+    seq_lens: Tensor  # [rows] int64, n_i
+    block_table: Tensor  # [rows, max_blocks] int32
+    block_size: int
+    vocab_size: int  # the target's
+    sampling: SamplingRows
+    uniforms: WindowUniforms | None  # [rows, max K + 1] each; None when every row is greedy
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        return max(self.num_draft_tokens, default=0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    @classmethod
+    def build(
+        cls,
+        seqs: Seq[Sequence],
+        num_draft_tokens: Seq[int],
+        *,
+        block_size: int,
+        padding_block: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> DecodeState:
+        """Gather the rows' tensors. Raises ValueError if a block table does not cover n + K tokens."""
+        for row, (seq, num_drafts) in enumerate(zip(seqs, num_draft_tokens, strict=True)):
+            check_table(row, len(seq.block_table), len(seq) + num_drafts, block_size)
+        seq_lens = torch.tensor([len(seq) for seq in seqs], dtype=torch.int64).to(device)
+        sampling = SamplingRows.build([row_source(seq) for seq in seqs], vocab_size, device)
+        uniforms = None
+        if not sampling.all_greedy:
+            uniforms = window_uniforms(sampling.seeds, seq_lens, max(num_draft_tokens) + 1)
+        last = [[seq.token_ids[-2:][0], seq.token_ids[-1]] for seq in seqs]
+        return cls(
+            seqs=list(seqs),
+            num_draft_tokens=list(num_draft_tokens),
+            last_token_ids=torch.tensor(last, dtype=torch.int64).to(device),
+            seq_lens=seq_lens,
+            block_table=pad_tables([seq.block_table for seq in seqs], padding_block).to(device),
+            block_size=block_size,
+            vocab_size=vocab_size,
+            sampling=sampling,
+            uniforms=uniforms,
+        )
+
+    def append_batch(
+        self, token_ids: Tensor, starts: Tensor, num_valid: Tensor, max_end: int, logits: Tensor
+    ) -> ForwardBatch:
+        """The forward that appends token_ids [rows, Q] at starts [rows]; `logits` picks rows of the flat batch."""
+        return ForwardBatch.uniform(
+            token_ids, starts, num_valid, self.block_table, self.block_size, max_end, logits
+        )
+
+
+def row_source(seq: Sequence) -> RowSource:
+    """What the sampling pipeline needs to know of a sequence."""
+    return RowSource(
+        params=seq.params,
+        token_ids=seq.token_ids,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        seed=seq.seed,
+        stop_ids=tuple(sorted(seq.end_ids)),
+        bad_words=seq.bad_words,
+    )

@@ -1,0 +1,208 @@
+"""What a request gives back: token ids, text, log-probabilities, counts. Incremental text and stop strings live here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from specdec.sequence import Sequence
+from specdec.stats import SpecStats
+
+REPLACEMENT = "�"  # what half a UTF-8 character decodes to
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that output needs."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The target's raw log-probabilities at one token, before penalties, bias, temperature and truncation."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # the best ids asked for, best first
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    seed: int  # sample this alone again with SamplingParams(seed=...)
+    finish_reason: str | None  # stop | length | abort | error; None while running
+    stop_reason: int | str | None  # the end token or stop string
+    logprobs: list[TokenLogprobs] | None
+    stats: dict[str, Any]
+    origins: list[str]  # per token: accepted | recovered | bonus | plain
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request so far, or, with `finished`, as it ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs] | None  # for each prompt token but the first
+    finished: bool
+    error: str | None  # why it failed; the other requests are not affected
+    seconds: float  # since it was added
+    seconds_to_first_token: float | None
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first sample's token ids."""
+        return self.outputs[0].token_ids
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+class TextStream:
+    """Turns token ids into text as they come, and finds stop strings, also across steps."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_tail: Seq[int],
+        stop: Seq[str] = (),
+        *,
+        include_stop_text: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._include_stop_text = include_stop_text
+        self._skip = skip_special_tokens
+        self._token_ids = list(prompt_tail)  # context: a word's leading space depends on it
+        self._prefix = 0  # decoding starts here
+        self._read = len(self._token_ids)  # text up to here is in `text`
+        self.text = ""
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Add a token; return the stop string that it completes, if any. The text then ends before (or with) it."""
+        self._token_ids.append(token_id)
+        if self._tokenizer is None:
+            return None
+        old = len(self.text)
+        self._extend(final=False)
+        if not (may_stop and self._stop) or len(self.text) == old:
+            return None
+        return self._cut(old)
+
+    def finish(self) -> None:
+        """Put out what was held back as half a character."""
+        if self._tokenizer is not None:
+            self._extend(final=True)
+
+    @property
+    def safe_length(self) -> int:
+        """Length of the text that no later token can take back: a tail that may begin a stop string is left out."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return len(self.text) - longest
+
+    def _extend(self, *, final: bool) -> None:
+        assert self._tokenizer is not None
+        ids = self._token_ids
+        before = self._tokenizer.decode(
+            ids[self._prefix : self._read], skip_special_tokens=self._skip
+        )
+        after = self._tokenizer.decode(ids[self._prefix :], skip_special_tokens=self._skip)
+        if after.endswith(REPLACEMENT) and not final:
+            return
+        self.text += after[len(before) :]
+        self._prefix, self._read = self._read, len(ids)
+
+    def _cut(self, old: int) -> str | None:
+        """The earliest stop string that ends in the new text."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, old - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = (at, stop)
+        if found is None:
+            return None
+        at, stop = found
+        self.text = self.text[: at + len(stop) if self._include_stop_text else at]
+        self._read = self._prefix = len(self._token_ids)
+        return stop
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """A sequence with what belongs to its output."""
+
+    seq: Sequence
+    text: TextStream
+    stats: SpecStats = field(default_factory=SpecStats)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+
+    def output(self, index: int) -> CompletionOutput:
+        seq = self.seq
+        wants_logprobs = seq.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=self.text.text if seq.finish_reason else self.text.text[: self.text.safe_length],
+            token_ids=seq.token_ids[seq.num_prompt_tokens :],
+            seed=seq.seed,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            logprobs=list(self.logprobs) if wants_logprobs else None,
+            stats=self.stats.as_dict(),
+            origins=list(self.origins),
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """All samples of one prompt while the engine serves them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    added_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.seq.finish_reason for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        """A snapshot; the lists are copies."""
+        end = time.perf_counter() if self.finished_at is None else self.finished_at
+        first = self.first_token_at
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_token_ids),
+            outputs=[sample.output(i) for i, sample in enumerate(self.samples)],
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            finished=self.finished,
+            error=self.error,
+            seconds=end - self.added_at,
+            seconds_to_first_token=None if first is None else first - self.added_at,
+        )

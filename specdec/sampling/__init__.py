@@ -1,0 +1,1 @@
+"""Logits -> distribution, counter-based noise."""

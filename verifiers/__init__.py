@@ -1,0 +1,1 @@
+"""Verifiers: the target's judgement of a draft, and the acceptance rules."""
