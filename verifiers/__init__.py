@@ -1,1 +1,1 @@
-"""Verifiers: the target's judgement of a draft, and the acceptance rules."""
+"""Verifiers: what of a draft stays, and which token follows it."""

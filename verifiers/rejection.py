@@ -1,4 +1,4 @@
-"""rejection: token-level rejection sampling (arXiv 2211.17192, 2302.01318). The output has exactly the target's law."""
+"""Token-level rejection sampling: the emitted tokens have exactly the target's law."""
 
 from __future__ import annotations
 
@@ -17,40 +17,55 @@ def rejection(
     accept_uniforms: Tensor,
     recover_uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Keep draft x_i iff u_i q_i(x_i) < p_i(x_i); at the first refusal draw from (p - q)+, else a bonus from p.
+    """Keep draft x_i iff u_i q_i(x_i) < p_i(x_i), up to the first refusal.
+
+    Source: arXiv 2211.17192, 2302.01318. Probabilities keep their dtype.
 
     Args:
-        target_probs: p [B, K + 1, V] float.
-        draft_probs: q [B, K, V] float, exactly the law each draft was drawn from; None = one-hot.
-        draft_token_ids: x [B, K] int64; entries at or behind num_draft_tokens are ignored.
-        num_draft_tokens: [B] int64.
-        accept_uniforms, recover_uniforms: [B, K + 1] in (0, 1), independent of the drafts' noise.
+        target_probs: p [B, K+1, V], behind each draft.
+        draft_probs: q [B, K, V], the law that each draft was drawn from; None = one-hot (a
+            draft that is a function of the committed tokens).
+        draft_token_ids: [B, K] int64; entries at or behind num_draft_tokens are padding.
+        num_draft_tokens: [B], drafts really proposed per row.
+        accept_uniforms: [B, K+1] in (0, 1), independent of the drafts.
+        recover_uniforms: [B, K+1] in (0, 1), independent of the drafts and of accept_uniforms.
 
     Returns:
-        num_accepted [B] int64 and the recovered or bonus token [B] int64.
+        num_accepted [B] int64, and next_token_ids [B] int64: the token recovered from (p - q)+
+        at the refused position, or the bonus token from p if none was refused. A token of
+        p(x) = 0 is never emitted.
     """
     num_drafts = draft_token_ids.shape[1]
-    x = draft_token_ids.clamp(0, target_probs.shape[2] - 1)[..., None]  # [B, K, 1]
-    px = target_probs[:, :num_drafts].gather(2, x)[..., 0]
-    qx = torch.ones_like(px) if draft_probs is None else draft_probs.gather(2, x)[..., 0]
-    offsets = torch.arange(num_drafts, device=x.device)
-    drafted = offsets < num_draft_tokens[:, None]
-    # Strict: p(x) = 0 is refused even where q(x) = 0; u <= 1 - 2^-24, so p == q is always kept.
-    num_accepted = leading_run((accept_uniforms[:, :num_drafts] * qx < px) & drafted)
-    at = num_accepted[:, None]
-    weights = _row(target_probs, at)  # [B, V]
-    if num_drafts:
-        last = at.clamp(max=num_drafts - 1)
-        if draft_probs is None:
-            q = torch.zeros_like(weights).scatter_(1, x[..., 0].gather(1, last), 1.0)
-        else:
-            q = _row(draft_probs, last).to(weights.dtype)
-        residual = (weights - q).clamp(min=0)
-        refused = (at < num_draft_tokens[:, None]) & (residual.sum(dim=1, keepdim=True) > 0)
-        weights = torch.where(refused, residual, weights)
-    return num_accepted, inverse_cdf(weights, recover_uniforms.gather(1, at)[:, 0])
+    ids = draft_token_ids.clamp(0, target_probs.shape[-1] - 1)
+    p_x = target_probs[:, :num_drafts].gather(2, ids[..., None])[..., 0]
+    q_x = 1.0 if draft_probs is None else draft_probs.gather(2, ids[..., None])[..., 0]
+    # Strict, without a division: p(x) = 0 is refused even at q(x) = 0, and p == q is always
+    # kept, since u <= 1 - 2^-24 makes u * q < q.
+    kept = accept_uniforms[:, :num_drafts] * q_x < p_x
+    accepted = leading_run(kept, num_draft_tokens)
+    weights = _last_token_weights(target_probs, draft_probs, ids, accepted, num_draft_tokens)
+    u = recover_uniforms.gather(1, accepted[:, None])[:, 0]
+    return accepted, inverse_cdf(weights, u)
 
 
-def _row(probs: Tensor, at: Tensor) -> Tensor:
-    """probs [B, S, V] at position at [B, 1] -> [B, V]."""
-    return probs.gather(1, at[..., None].expand(-1, 1, probs.shape[2]))[:, 0]
+def _last_token_weights(
+    target_probs: Tensor,
+    draft_probs: Tensor | None,
+    ids: Tensor,
+    accepted: Tensor,
+    num_draft_tokens: Tensor,
+) -> Tensor:
+    """Unnormalised law [B, V] of the token behind the kept drafts; one row per sequence."""
+    rows = torch.arange(accepted.shape[0], device=accepted.device)
+    p = target_probs[rows, accepted]
+    num_drafts = ids.shape[1]
+    if num_drafts == 0:
+        return p
+    at = accepted.clamp(max=num_drafts - 1)
+    if draft_probs is None:  # (p - onehot(x))+ is p without x
+        residual = p.scatter(1, ids[rows, at][:, None], 0.0)
+    else:
+        residual = (p - draft_probs[rows, at]).clamp(min=0)
+    refused = accepted < num_draft_tokens
+    has_mass = residual.amax(dim=-1) > 0  # without: p and q differ by rounding only
+    return torch.where((refused & has_mass)[:, None], residual, p)

@@ -1,1 +1,1 @@
-"""Logits -> distribution, counter-based noise."""
+"""Sampling: logits to distributions, and the counter-based noise that draws from them."""

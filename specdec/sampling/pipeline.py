@@ -1,139 +1,218 @@
-"""From raw logits to the distribution a request asked for, exact at every window position."""
+"""Logits to distributions: a request's own rules at every draft position, the same for p and q.
+
+Order: allowed ids, bad words, min_tokens, logit_bias, repetition / frequency / presence penalty,
+temperature, min_p, top_k, top_p. Tensors only, no host synchronisation, inputs never mutated.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.sampling.rows import BadWordRows, Entries, PenaltyRows, SamplingRows
+from specdec.sampling.rows import Allowed, Bans, Biases, Penalties, SamplingRows, Truncation
 
-NEG_INF = float("-inf")
+_REMOVED = -float("inf")
 
 
 def process_logits(
     logits: Tensor, rows: SamplingRows, draft_token_ids: Tensor, offset: int
 ) -> Tensor:
-    """Apply each row's rules to logits [B, S, V]; returns float32 [B, S, V], the input is left alone.
+    """Apply the rows' sampling parameters.
 
-    Row s is window position offset + s; its context is the committed tokens and draft_token_ids[:, : offset + s]
-    ([B, D] int64, -1 = padding). Order: allowed ids, bad words, min_tokens, logit_bias, penalties, temperature, min_p,
-    top_k, top_p. Greedy rows skip what cannot move their argmax.
+    logits [B, S, V] float: row s is window position offset + s, whose context is the committed
+    tokens and draft_token_ids[:, :offset + s]. draft_token_ids [B, D] int64, -1 = padding,
+    D >= offset + S - 1. Returns [B, S, V] float32, -inf for removed tokens; without a rule in use
+    it is the input itself. Temperature and truncation leave greedy rows alone. A row of which
+    nothing is left is all -inf: see invalid_rows.
     """
-    z = logits.to(torch.float32, copy=True) if _changes_logits(rows) else logits.float()
+    out = logits.float()
+    drafts = draft_token_ids[:, : offset + logits.shape[1] - 1]
+    if rows.allowed or rows.bans or rows.biases or rows.penalties:
+        out = out.clone(memory_format=torch.contiguous_format)
     if rows.allowed is not None:
-        allowed = rows.allowed
-        z[allowed.rows] = z[allowed.rows].masked_fill(~allowed.mask[:, None], NEG_INF)
-    if rows.bad_words is not None:
-        _ban_bad_words(z, rows.bad_words, draft_token_ids, offset)
-    if rows.min_tokens is not None:
-        _add(z, rows.min_tokens, offset)
-    if rows.bias is not None:
-        _add(z, rows.bias, offset)
+        _apply_allowed(out, rows.allowed)
+    if rows.bans is not None:
+        _apply_bans(out, rows.bans, drafts, offset)
+    if rows.biases is not None:
+        _apply_biases(out, rows.biases)
     if rows.penalties is not None:
-        _penalise(z, rows.penalties, draft_token_ids, offset)
+        _apply_penalties(out, rows.penalties, drafts, offset)
     if rows.temperature is not None:
-        z = z / rows.temperature[:, None, None]
-    return _truncate(z, rows)
+        out = out / rows.temperature
+    if rows.log_min_p is not None:
+        below_best = out - out.amax(dim=-1, keepdim=True)  # log of p(x) / max p
+        out = out.masked_fill(below_best < rows.log_min_p, _REMOVED)
+    for group in rows.truncations:
+        if group.rows is None:
+            out = _truncate(out, group)
+        else:
+            out = out.index_copy(0, group.rows, _truncate(out[group.rows], group))
+    return out
 
 
 def to_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
-    """Softmax of processed logits [B, S, V] in float32; greedy rows are exactly one-hot at the lowest-index argmax."""
-    probs = torch.softmax(processed.float(), dim=-1)
-    one_hot = torch.zeros_like(probs).scatter_(-1, argmax_lowest(processed)[..., None], 1.0)
-    return torch.where(rows.greedy[:, None, None], one_hot, probs)
+    """Processed logits [B, S, V] float32 -> distributions [B, S, V] float32.
+
+    Softmax for sampled rows; for greedy rows exactly one-hot at the lowest-index argmax.
+    """
+    if not rows.any_greedy:
+        return processed.softmax(dim=-1)
+    best = argmax_lowest(processed)[..., None]
+    one_hot = torch.zeros_like(processed).scatter_(-1, best, 1.0)
+    if rows.all_greedy:
+        return one_hot
+    return torch.where(rows.greedy[:, None, None], one_hot, processed.softmax(dim=-1))
 
 
 def invalid_rows(logits: Tensor) -> Tensor:
-    """[B, S] bool for logits [B, S, V]: NaN or +inf somewhere, or nothing but -inf."""
-    top = logits.amax(dim=-1)  # NaN wins in amax
-    return ~torch.isfinite(top)
-
-
-def align_vocab(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V_draft] as [..., vocab_size]: ids the model lacks get -inf, ids the target lacks are cut."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, missing), value=NEG_INF)
-
-
-def raw_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax of raw logits [N, V]: at token_ids [N] -> [N]; best ids [N, num_top] and their values, best first."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    top, top_ids = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
-    return logprobs.gather(-1, token_ids[:, None])[:, 0], top_ids, top
+    """Raw or processed logits [..., V] -> [...] bool: NaN or +inf anywhere, or all -inf."""
+    return ~logits.amax(dim=-1).isfinite()  # NaN wins every maximum
 
 
 def argmax_lowest(logits: Tensor) -> Tensor:
-    """Argmax over the last dimension, the lowest index among equals on every device."""
-    top = logits.amax(dim=-1, keepdim=True)
-    return (logits == top).to(torch.uint8).argmax(dim=-1)
+    """Logits [..., V] -> [...] int64: index of the largest value, the lowest among equals."""
+    return logits.argmax(dim=-1)  # torch documents the first index
 
 
-def _changes_logits(rows: SamplingRows) -> bool:
-    in_place = (rows.allowed, rows.bad_words, rows.min_tokens, rows.bias, rows.penalties)
-    return any(feature is not None for feature in in_place)
+def align_vocab(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., V'] over equal ids -> [..., vocab_size], padded with -inf or cut."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=_REMOVED)
 
 
-def _add(z: Tensor, entries: Entries, offset: int) -> None:
-    """z[row, s, id] += value at window positions below the entry's `until`."""
-    positions = torch.arange(z.shape[1], device=z.device) + offset
-    active = positions < entries.until[:, None]  # [N, S]
-    values = torch.where(active, entries.values[:, None], 0.0)
-    index = (entries.rows[:, None], torch.arange(z.shape[1], device=z.device), entries.ids[:, None])
-    z.index_put_(index, values, accumulate=True)
+def raw_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities before any sampling parameter.
+
+    logits [N, V], token_ids [N] int64 -> (logprobs [N] float32, top_ids [N, n] int64,
+    top_logprobs [N, n] float32, best first) with n = min(num_top, V).
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(-1, token_ids[:, None])[:, 0]
+    top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
+    return own, top.indices, top.values
 
 
-def _ban_bad_words(z: Tensor, words: BadWordRows, draft_token_ids: Tensor, offset: int) -> None:
-    """Ban the last token of each bad word whose other tokens end the context of that position."""
-    width = words.prefix.shape[1]
-    context = torch.cat((words.tail, draft_token_ids[words.rows]), dim=1)  # [W, M + D]
-    for s in range(z.shape[1]):
-        end = context[:, offset + s : offset + s + width]  # the last M tokens before position offset + s
-        match = ((end == words.prefix) | (words.prefix == -1)).all(dim=1)
-        ban = torch.where(match, NEG_INF, 0.0)
-        index = (words.rows, torch.full_like(words.rows, s), words.last)
-        z.index_put_(index, ban, accumulate=True)
+def _flat_index(rows: Tensor, ids: Tensor, shape: torch.Size) -> Tensor:
+    """Entries (row, id) [N] at every position: indices [N, S] into the flattened [B, S, V]."""
+    positions = torch.arange(shape[1], device=rows.device)
+    return (rows[:, None] * shape[1] + positions) * shape[2] + ids[:, None]
 
 
-def _penalise(z: Tensor, penalty: PenaltyRows, draft_token_ids: Tensor, offset: int) -> None:
-    """Penalise position by position, counting the drafts before each."""
-    drafts = draft_token_ids[penalty.rows]
-    counts = penalty.output_counts.clone()  # [R, V]
-    for i in range(offset):
-        _count(counts, drafts[:, i])
-    for s in range(z.shape[1]):
-        if s:
-            _count(counts, drafts[:, offset + s - 1])
-        row = z[penalty.rows, s]
-        seen = penalty.in_prompt | (counts > 0)
-        scaled = torch.where(row > 0, row / penalty.repetition, row * penalty.repetition)
-        row = torch.where(seen, scaled, row)
-        row = row - penalty.frequency * counts - penalty.presence * (counts > 0)
-        z[penalty.rows, s] = row
+def _apply_allowed(out: Tensor, allowed: Allowed) -> None:
+    kept = out[allowed.rows].masked_fill_(allowed.banned[:, None], _REMOVED)
+    out.index_copy_(0, allowed.rows, kept)
 
 
-def _count(counts: Tensor, token_ids: Tensor) -> None:
-    """Add one at each row's token; -1 adds nothing."""
-    ids = token_ids.clamp(0, counts.shape[1] - 1)[:, None]
-    counts.scatter_add_(1, ids, (token_ids >= 0).to(counts.dtype)[:, None])
+def _apply_bans(out: Tensor, bans: Bans, drafts: Tensor, offset: int) -> None:
+    positions = torch.arange(offset, offset + out.shape[1], device=out.device)
+    active = positions < bans.until[:, None]  # [N, S]
+    width = bans.prefixes.shape[1]
+    if width:
+        context = torch.cat((bans.tails, drafts), dim=1)  # [B, L + offset + S - 1]
+        before = context.unfold(1, width, 1)[:, offset:]  # [B, S, L]
+        wanted = bans.prefixes[:, None]  # [N, 1, L]
+        active = active & ((before[bans.rows] == wanted) | (wanted < 0)).all(dim=-1)
+    # A minimum: several bans may name one token, and min(z, inf) = z bit for bit.
+    limits = torch.where(active, _REMOVED, -_REMOVED)
+    index = _flat_index(bans.rows, bans.ids, out.shape)
+    out.view(-1).scatter_reduce_(0, index.view(-1), limits.view(-1), "amin")
 
 
-def _truncate(z: Tensor, rows: SamplingRows) -> Tensor:
-    if rows.min_p is not None:
-        floor = z.amax(dim=-1, keepdim=True) + torch.log(rows.min_p)[:, None, None]
-        z = z.masked_fill(z < floor, NEG_INF)
-    if rows.top_k is not None:
-        best = z.topk(rows.max_top_k, dim=-1).values  # [B, S, max_top_k]
-        at = (rows.top_k.clamp(max=rows.max_top_k) - 1)[:, None, None].expand(*z.shape[:2], 1)
-        off = (rows.top_k > rows.max_top_k)[:, None, None]
-        floor = torch.where(off, NEG_INF, best.gather(-1, at))
-        z = z.masked_fill(z < floor, NEG_INF)
-    if rows.top_p is not None:
-        values, _ = z.sort(dim=-1)
-        below = torch.softmax(values, dim=-1).cumsum(dim=-1) <= (1.0 - rows.top_p)[:, None, None]
-        below[..., -1] = False
-        first = (~below).to(torch.uint8).argmax(dim=-1, keepdim=True)
-        off = (rows.top_p >= 1.0)[:, None, None]
-        z = z.masked_fill(z < torch.where(off, NEG_INF, values.gather(-1, first)), NEG_INF)
-    return z
+def _apply_biases(out: Tensor, biases: Biases) -> None:
+    index = _flat_index(biases.rows, biases.ids, out.shape)
+    flat = out.view(-1)
+    flat[index] = flat[index] + biases.values[:, None]
+
+
+def _penalise(z: Tensor, counts: Tensor, factors: list[Tensor]) -> Tensor:
+    """Seen tokens: z / r if z > 0 else z * r, then - f * count - s * [count > 0]."""
+    repetition, frequency, presence = factors
+    scaled = torch.where(z > 0, z / repetition, z * repetition)
+    return scaled - frequency * counts - presence * (counts > 0)
+
+
+def _apply_penalties(out: Tensor, penalties: Penalties, drafts: Tensor, offset: int) -> None:
+    """Only tokens of the context change: the committed ones, then the drafts before s."""
+    num_rows, num_positions, vocab_size = out.shape
+    factors = [penalties.repetition, penalties.frequency, penalties.presence]
+    ids = drafts.clamp(0, vocab_size - 1)  # [B, D]
+    touched = ids[:, None].expand(-1, num_positions, -1)  # [B, S, D]
+    z = out.gather(2, touched)
+
+    index = _flat_index(penalties.rows, penalties.ids, out.shape)  # [N, S]
+    own = [factor[penalties.rows, 0] for factor in factors]
+    flat = out.view(-1)
+    flat[index] = _penalise(flat[index], penalties.counts[:-1, None], own)
+
+    keys = torch.arange(num_rows, device=out.device)[:, None] * vocab_size + ids
+    at = torch.searchsorted(penalties.keys, keys)  # [B, D]
+    committed = penalties.keys[at] == keys
+    counts = torch.where(committed, penalties.counts[at], 0.0)[:, None]  # [B, 1, D]
+    # repeats[b, s, m]: how often draft m stands among the offset + s drafts before position s.
+    positions = torch.arange(offset, offset + num_positions, device=out.device)
+    before = torch.arange(ids.shape[1], device=out.device) < positions[:, None]  # [S, D]
+    same = ids[:, :, None] == drafts[:, None]  # [B, D, D]; padding equals nothing
+    repeats = (same[:, None] & before[:, None]).sum(dim=-1)
+    # Each value is right for its token at its position, drafted before or not, so tokens that
+    # occur twice, also those that stand for padding, are written twice alike.
+    seen = committed[:, None] | (repeats > 0)
+    out.scatter_(2, touched, torch.where(seen, _penalise(z, counts + repeats, factors), z))
+
+
+def _truncate(z: Tensor, group: Truncation) -> Tensor:
+    """top_k, then top_p, on z [R, S, V].
+
+    Both cut by value, so logits equal to the k-th all stay. top_p removes tokens in ascending
+    order, equal ones by ascending id, while their cumulative probability is <= 1 - top_p.
+    """
+    largest = _largest(z, group.width)  # [R, S, C]
+    kth = group.width - group.top_k[:, None].expand(-1, z.shape[1], -1)
+    floor = largest.gather(-1, kth)
+    if group.removed_mass is None:
+        return z.masked_fill(z < floor, _REMOVED)
+    cut, num_equal = _top_p_cut(z, largest, floor, group.removed_mass)
+    at_cut = z == cut
+    rank = at_cut.cumsum(dim=-1, dtype=torch.int32)
+    return z.masked_fill((z < cut) | (at_cut & (rank <= num_equal)), _REMOVED)
+
+
+def _top_p_cut(
+    z: Tensor, largest: Tensor, floor: Tensor, removed_mass: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The smallest logit that stays, and how many tokens of just this logit go, [R, S, 1] each.
+
+    Masses are summed in float64 and compared in float32.
+    """
+    complete = largest.shape[-1] == z.shape[-1]
+    ascending = largest.masked_fill(largest < floor, _REMOVED)
+    weights = (ascending - ascending[..., -1:]).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    # Tokens equal to the k-th largest that are not among the C largest; they go first.
+    spare = torch.zeros_like(total, dtype=torch.int64)
+    if not complete:
+        spare = (z >= floor).sum(dim=-1, keepdim=True)
+        spare = spare - (ascending >= floor).sum(dim=-1, keepdim=True)
+        total = total + spare * weights[..., :1]
+    probs = (weights / total).double()
+    lowest = probs[..., :1]
+    removed = (probs.cumsum(dim=-1) + spare * lowest).float() <= removed_mass
+    removed[..., -1] = False  # at least one stays
+    cut = ascending.gather(-1, removed.sum(dim=-1, keepdim=True)).maximum(floor)
+    num_equal = (removed & (ascending == cut)).sum(dim=-1, keepdim=True)
+    if not complete:
+        # Of the spare ones as many as their mass n * p stays within the limit.
+        n = (removed_mass / lowest.float()).round().clamp(0, 2.0**31).double()
+        n = torch.where((n * lowest).float() <= removed_mass, n, n - 1).clamp(min=0)
+        num_equal = num_equal + torch.where(cut == floor, n.long().minimum(spare), 0)
+    return cut, num_equal
+
+
+def _largest(z: Tensor, width: int) -> Tensor:
+    """The `width` largest values of the last dimension, ascending."""
+    if width < z.shape[-1] or z.device.type != "cpu":
+        return z.topk(width, dim=-1).values.flip(-1)
+    # numpy's vectorised sort takes a third of the time of torch's.
+    return torch.from_numpy(np.sort(z.numpy(), axis=-1))

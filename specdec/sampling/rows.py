@@ -1,8 +1,12 @@
-"""SamplingRows: the sampling parameters of a step's rows as tensors. A feature that no row uses is None and costs nothing."""
+"""SamplingRows: the sampling parameters of a step's rows as tensors.
+
+A feature that no row uses is None and costs nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +15,8 @@ from torch import Tensor
 from specdec.config import BAN_BIAS, SamplingParams
 from specdec.sampling.noise import seed_to_int64
 
-NEVER = -2  # matches no token id and no padding
+_ALWAYS = 2**62  # a ban that never ends
+_MAX_TOPK = 1024  # a larger top_k costs as much as ordering the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,208 +26,246 @@ class RowSource:
     params: SamplingParams
     token_ids: Sequence[int]  # prompt + emitted
     num_prompt_tokens: int
-    seed: int
+    seed: int  # 64 bits
     stop_ids: tuple[int, ...]  # banned while fewer than min_tokens are out
-    bad_words: tuple[tuple[int, ...], ...]
-
-    @property
-    def output_ids(self) -> Sequence[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+    bad_words: tuple[tuple[int, ...], ...]  # token ids
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
-    """A sparse list of (row, token id, value): what to add to single logits."""
+class Allowed:
+    """allowed_token_ids of the rows that have them."""
+
+    rows: Tensor  # [R] int64
+    banned: Tensor  # [R, V] bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bans:
+    """Bad words, min_tokens, and logit_bias entries that remove a token.
+
+    Row rows[i] may not emit ids[i] at a window position below until[i] if the tokens before
+    that position end with prefixes[i].
+    """
 
     rows: Tensor  # [N] int64
     ids: Tensor  # [N] int64
-    values: Tensor  # [N] float32; -inf bans
-    until: Tensor  # [N] int64: holds at window positions below this
+    until: Tensor  # [N] int64
+    prefixes: Tensor  # [N, L] int64, -1 = any token, on the left
+    tails: Tensor  # [B, L] int64, the last committed tokens, -1 before the first
 
 
 @dataclass(frozen=True, slots=True)
-class AllowedRows:
-    """Rows that may only emit some ids."""
+class Biases:
+    """Other logit_bias entries."""
 
-    rows: Tensor  # [R] int64
-    mask: Tensor  # [R, V] bool
-
-
-@dataclass(frozen=True, slots=True)
-class BadWordRows:
-    """One entry per (row, bad word)."""
-
-    rows: Tensor  # [W] int64
-    prefix: Tensor  # [W, M] int64, all but the word's last token, right-aligned; -1 = anything
-    last: Tensor  # [W] int64
-    tail: Tensor  # [W, M] int64, the row's last M committed tokens
+    rows: Tensor  # [N] int64
+    ids: Tensor  # [N] int64
+    values: Tensor  # [N] float32
 
 
 @dataclass(frozen=True, slots=True)
-class PenaltyRows:
-    """Rows with a repetition, presence or frequency penalty. Counts hold committed tokens only."""
+class Penalties:
+    """Penalty factors per row, and the committed tokens of the rows that have any."""
 
-    rows: Tensor  # [R] int64
-    repetition: Tensor  # [R, 1] float32
-    presence: Tensor  # [R, 1] float32
-    frequency: Tensor  # [R, 1] float32
-    in_prompt: Tensor  # [R, V] bool
-    output_counts: Tensor  # [R, V] int64
+    repetition: Tensor  # [B, 1, 1] float32, 1 = off
+    frequency: Tensor  # [B, 1, 1] float32, 0 = off
+    presence: Tensor  # [B, 1, 1] float32, 0 = off
+    rows: Tensor  # [N] int64
+    ids: Tensor  # [N] int64, each token of prompt and output once per row
+    keys: Tensor  # [N + 1] int64, row * V + id, ascending; the last one is above all
+    counts: Tensor  # [N + 1] float32, occurrences in the output
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """top_k and top_p of rows whose cut lies among the `width` largest logits."""
+
+    rows: Tensor | None  # [R] int64; None = all rows
+    width: int
+    top_k: Tensor  # [R, 1] int64, at most width
+    removed_mass: Tensor | None  # [R, 1, 1] float32, 1 - top_p, -1 = off; None = off for all
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters per row; B rows, vocabulary V."""
+    """Parameters of B rows; neutral values for rows without the feature and for greedy rows."""
 
     all_greedy: bool
+    any_greedy: bool
     greedy: Tensor  # [B] bool
-    seeds: Tensor  # [B] int64
-    temperature: Tensor | None  # [B] float32, 1 for greedy rows
-    min_p: Tensor | None  # [B] float32, 0 = off
-    top_k: Tensor | None  # [B] int64, V = off
-    max_top_k: int  # the largest top_k in use
-    top_p: Tensor | None  # [B] float32, 1 = off
-    allowed: AllowedRows | None
-    bad_words: BadWordRows | None
-    min_tokens: Entries | None
-    bias: Entries | None
-    penalties: PenaltyRows | None
+    seeds: Tensor  # [B] int64, the bits of the 64-bit seeds
+    allowed: Allowed | None
+    bans: Bans | None
+    biases: Biases | None
+    penalties: Penalties | None
+    temperature: Tensor | None  # [B, 1, 1] float32
+    log_min_p: Tensor | None  # [B, 1, 1] float32, -inf = off
+    truncations: tuple[Truncation, ...]
 
     @classmethod
     def build(
-        cls, rows: Sequence[RowSource], vocab_size: int, device: torch.device
+        cls, rows: Sequence[RowSource], vocab_size: int, device: torch.device | str
     ) -> SamplingRows:
-        """Gather the rows' parameters. Penalty counts are recounted from the tokens, so nothing can go stale."""
-        params = [row.params for row in rows]
-        sampled = [not p.greedy for p in params]
+        """Gather the rows' parameters; rule entries at or above vocab_size are ignored.
 
-        def column(
-            value: Callable[[SamplingParams], float], off: float, dtype: torch.dtype
-        ) -> Tensor | None:
-            values = [value(p) if s else off for p, s in zip(params, sampled, strict=True)]
-            if all(v == off for v in values):
-                return None
-            return torch.tensor(values, dtype=dtype).to(device)
-
-        ks = [p.top_k for p, s in zip(params, sampled, strict=True) if s and 0 < p.top_k < vocab_size]
+        Nothing is carried from step to step: penalty counts come from token_ids each time, so
+        they hold committed tokens only. Rows without allowed_token_ids cost nothing that grows
+        with the vocabulary. Raises ValueError for a seed of more than 64 bits.
+        """
+        greedy = [row.params.greedy for row in rows]
+        sampled = [None if g else row.params for g, row in zip(greedy, rows, strict=True)]
+        temperature = [1.0 if p is None else p.temperature for p in sampled]
+        divides = any(t != 1.0 for t in temperature)
         return cls(
-            all_greedy=not any(sampled),
-            greedy=torch.tensor([not s for s in sampled]).to(device),
-            seeds=torch.tensor([seed_to_int64(row.seed) for row in rows]).to(device),
-            temperature=column(lambda p: p.temperature, 1.0, torch.float32),
-            min_p=column(lambda p: p.min_p, 0.0, torch.float32),
-            top_k=column(lambda p: min(p.top_k or vocab_size, vocab_size), vocab_size, torch.int64),
-            max_top_k=max(ks, default=0),
-            top_p=column(lambda p: p.top_p, 1.0, torch.float32),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            greedy=torch.tensor(greedy, dtype=torch.bool).to(device),
+            seeds=_ints([seed_to_int64(row.seed) for row in rows], device),
             allowed=_allowed(rows, vocab_size, device),
-            bad_words=_bad_words(rows, vocab_size, device),
-            min_tokens=_min_tokens(rows, vocab_size, device),
-            bias=_bias(rows, vocab_size, device),
+            bans=_bans(rows, vocab_size, device),
+            biases=_biases(rows, vocab_size, device),
             penalties=_penalties(rows, vocab_size, device),
+            temperature=_floats(temperature, device)[:, None, None] if divides else None,
+            log_min_p=_log_min_p(sampled, device),
+            truncations=_truncations(sampled, vocab_size, device),
         )
 
 
-def _entries(
-    found: list[tuple[int, int, float, int]], vocab_size: int, device: torch.device
-) -> Entries | None:
-    kept = [entry for entry in found if entry[1] < vocab_size]
-    if not kept:
-        return None
-    rows, ids, values, until = zip(*kept, strict=True)
-    return Entries(
-        torch.tensor(rows).to(device),
-        torch.tensor(ids).to(device),
-        torch.tensor(values, dtype=torch.float32).to(device),
-        torch.tensor(until).to(device),
-    )
+def _ints(values: Iterable[int], device: torch.device | str) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64).to(device)
 
 
-def _bias(rows: Sequence[RowSource], vocab_size: int, device: torch.device) -> Entries | None:
-    always = torch.iinfo(torch.int64).max
-    found = [
-        (i, token, float("-inf") if value <= BAN_BIAS else value, always)
-        for i, row in enumerate(rows)
-        for token, value in row.params.logit_bias.items()
-    ]
-    return _entries(found, vocab_size, device)
-
-
-def _min_tokens(rows: Sequence[RowSource], vocab_size: int, device: torch.device) -> Entries | None:
-    found = []
-    for i, row in enumerate(rows):
-        missing = row.params.min_tokens - (len(row.token_ids) - row.num_prompt_tokens)
-        if missing > 0:
-            found += [(i, token, float("-inf"), missing) for token in row.stop_ids]
-    return _entries(found, vocab_size, device)
+def _floats(values: Iterable[float], device: torch.device | str) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32).to(device)
 
 
 def _allowed(
-    rows: Sequence[RowSource], vocab_size: int, device: torch.device
-) -> AllowedRows | None:
+    rows: Sequence[RowSource], vocab_size: int, device: torch.device | str
+) -> Allowed | None:
     using = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
     if not using:
         return None
-    mask = torch.zeros(len(using), vocab_size, dtype=torch.bool)
+    banned = torch.ones(len(using), vocab_size, dtype=torch.bool)
     for r, i in enumerate(using):
-        ids = [t for t in rows[i].params.allowed_token_ids or () if t < vocab_size]
-        mask[r, ids] = True
-    return AllowedRows(torch.tensor(using).to(device), mask.to(device))
+        ids = rows[i].params.allowed_token_ids or ()
+        banned[r, [t for t in ids if t < vocab_size]] = False
+    return Allowed(_ints(using, device), banned.to(device))
 
 
-def _bad_words(
-    rows: Sequence[RowSource], vocab_size: int, device: torch.device
-) -> BadWordRows | None:
+def _bans(rows: Sequence[RowSource], vocab_size: int, device: torch.device | str) -> Bans | None:
+    found: list[tuple[int, int, int, tuple[int, ...]]] = []  # row, id, until, prefix
+    for i, row in enumerate(rows):
+        found += [(i, word[-1], _ALWAYS, word[:-1]) for word in row.bad_words if word]
+        missing = row.params.min_tokens - (len(row.token_ids) - row.num_prompt_tokens)
+        if missing > 0:
+            found += [(i, token, missing, ()) for token in row.stop_ids]
+        bias = row.params.logit_bias
+        found += [(i, token, _ALWAYS, ()) for token, value in bias.items() if value <= BAN_BIAS]
+    found = [entry for entry in found if entry[1] < vocab_size]
+    if not found:
+        return None
+    width = max(len(entry[3]) for entry in found)
+    tails = []
+    for row in rows:
+        tail = list(row.token_ids[max(0, len(row.token_ids) - width) :])
+        tails.append([-1] * (width - len(tail)) + tail)
+    prefixes = [[-1] * (width - len(entry[3])) + list(entry[3]) for entry in found]
+    return Bans(
+        rows=_ints((entry[0] for entry in found), device),
+        ids=_ints((entry[1] for entry in found), device),
+        until=_ints((entry[2] for entry in found), device),
+        prefixes=torch.tensor(prefixes, dtype=torch.int64).view(len(found), width).to(device),
+        tails=torch.tensor(tails, dtype=torch.int64).view(len(rows), width).to(device),
+    )
+
+
+def _biases(
+    rows: Sequence[RowSource], vocab_size: int, device: torch.device | str
+) -> Biases | None:
     found = [
-        (i, word)
+        (i, token, value)
         for i, row in enumerate(rows)
-        for word in row.bad_words
-        if all(token < vocab_size for token in word)
+        for token, value in row.params.logit_bias.items()
+        if value > BAN_BIAS and token < vocab_size
     ]
     if not found:
         return None
-    width = max(len(word) for _, word in found) - 1
-    prefix = [[-1] * (width - len(word) + 1) + list(word[:-1]) for _, word in found]
-    tail = []
-    for i, _ in found:
-        end = list(rows[i].token_ids[-width:]) if width else []
-        tail.append([NEVER] * (width - len(end)) + end)
-    return BadWordRows(
-        rows=torch.tensor([i for i, _ in found]).to(device),
-        prefix=torch.tensor(prefix, dtype=torch.int64).view(len(found), width).to(device),
-        last=torch.tensor([word[-1] for _, word in found]).to(device),
-        tail=torch.tensor(tail, dtype=torch.int64).view(len(found), width).to(device),
+    indices, ids, values = zip(*found, strict=True)
+    return Biases(_ints(indices, device), _ints(ids, device), _floats(values, device))
+
+
+def _penalises(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
     )
 
 
 def _penalties(
-    rows: Sequence[RowSource], vocab_size: int, device: torch.device
-) -> PenaltyRows | None:
-    using = [i for i, row in enumerate(rows) if _penalised(row.params)]
+    rows: Sequence[RowSource], vocab_size: int, device: torch.device | str
+) -> Penalties | None:
+    using = [i for i, row in enumerate(rows) if _penalises(row.params)]
     if not using:
         return None
-    params = [rows[i].params for i in using]
+    keys: list[int] = []
+    counts: list[float] = []
+    for i in using:
+        row = rows[i]
+        output = Counter(row.token_ids[row.num_prompt_tokens :])
+        seen = output.keys() | set(row.token_ids[: row.num_prompt_tokens])
+        ids = sorted(token for token in seen if token < vocab_size)
+        keys += [i * vocab_size + token for token in ids]
+        counts += [float(output[token]) for token in ids]
+    key = _ints([*keys, len(rows) * vocab_size], device)
 
-    def column(name: str) -> Tensor:
-        return torch.tensor([[getattr(p, name)] for p in params], dtype=torch.float32).to(device)
+    def factor(name: str) -> Tensor:
+        return _floats((getattr(row.params, name) for row in rows), device)[:, None, None]
 
-    def count(ids: Sequence[int]) -> Tensor:
-        return torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)[:vocab_size]
-
-    prompts = [count(rows[i].token_ids[: rows[i].num_prompt_tokens]) > 0 for i in using]
-    outputs = [count(rows[i].output_ids) for i in using]
-    return PenaltyRows(
-        rows=torch.tensor(using).to(device),
-        repetition=column("repetition_penalty"),
-        presence=column("presence_penalty"),
-        frequency=column("frequency_penalty"),
-        in_prompt=torch.stack(prompts).to(device),
-        output_counts=torch.stack(outputs).to(device),
+    return Penalties(
+        repetition=factor("repetition_penalty"),
+        frequency=factor("frequency_penalty"),
+        presence=factor("presence_penalty"),
+        rows=key[:-1] // vocab_size,
+        ids=key[:-1] % vocab_size,
+        keys=key,
+        counts=_floats([*counts, 0.0], device),
     )
 
 
-def _penalised(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
+def _log_min_p(
+    sampled: Sequence[SamplingParams | None], device: torch.device | str
+) -> Tensor | None:
+    min_p = [0.0 if params is None else params.min_p for params in sampled]
+    if not any(min_p):
+        return None
+    logs = torch.tensor(min_p, dtype=torch.float64).log().float()
+    return logs.to(device)[:, None, None]
+
+
+def _truncations(
+    sampled: Sequence[SamplingParams | None], vocab_size: int, device: torch.device | str
+) -> tuple[Truncation, ...]:
+    """Rows of a small top_k need that many logits; top_p alone, or a large top_k, needs all."""
+    narrow: list[tuple[int, int, float]] = []  # row, top_k, top_p
+    whole: list[tuple[int, int, float]] = []
+    for i, params in enumerate(sampled):
+        if params is None:
+            continue
+        top_k = min(params.top_k or vocab_size, vocab_size)
+        if top_k == vocab_size and params.top_p == 1.0:
+            continue
+        (narrow if top_k <= _MAX_TOPK else whole).append((i, top_k, params.top_p))
+    groups = []
+    for group in filter(None, (narrow, whole)):
+        indices, top_ks, top_ps = zip(*group, strict=True)
+        removed = _floats((-1.0 if p == 1.0 else 1.0 - p for p in top_ps), device)
+        groups.append(
+            Truncation(
+                rows=None if len(group) == len(sampled) else _ints(indices, device),
+                width=max(top_ks) if group is narrow else vocab_size,
+                top_k=_ints(top_ks, device)[:, None],
+                removed_mass=removed[:, None, None] if min(top_ps) < 1.0 else None,
+            )
+        )
+    return tuple(groups)

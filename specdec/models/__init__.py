@@ -1,0 +1,1 @@
+"""Models: found, checked, loaded, and run over the paged pool."""
