@@ -15,7 +15,9 @@ from specdec.sequence import Sequence, Span
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Drafted tokens of one step. A token, once drawn, must be handed in: dropping it by its own q biases the output."""
+    """Drafted tokens of one step. A token, once drawn, must be handed in: dropping it by its own q
+    biases the output.
+    """
 
     token_ids: Tensor  # [rows, K] int64; entries at or behind num_draft_tokens[i] are padding (-1)
     num_draft_tokens: Tensor  # [rows] int64; 0 = plain decoding of that row
@@ -47,8 +49,9 @@ class Draft:
 class Proposer(ABC):
     """Drafts at most state.num_draft_tokens[i] tokens for row i.
 
-    A proposer that keeps KV of its own says so by `uses_kv`, keeps `Sequence.num_draft_computed_tokens` true, and fills its
-    KV in `extend`. `max_model_len` bounds the tokens of a sequence for which it drafts (None = no bound).
+    A proposer that keeps KV of its own says so by `uses_kv`, keeps
+    `Sequence.num_draft_computed_tokens` true, and fills its KV in `extend`. `max_model_len` bounds
+    the tokens of a sequence for which it drafts (None = no bound).
     """
 
     name: str
@@ -59,11 +62,11 @@ class Proposer(ABC):
     def propose(self, state: DecodeState) -> Draft:
         """Draft for all rows; may write its KV behind the committed tokens."""
 
-    def extend(self, spans: Seq[Span]) -> None:
+    def extend(self, spans: Seq[Span]) -> None:  # noqa: B027  (optional)
         """The target computes these committed tokens now: compute their draft KV too."""
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: Sequence) -> None:  # noqa: B027  (optional)
         """The sequence left the engine."""
 
-    def clear(self, blocks: Seq[int]) -> None:
+    def clear(self, blocks: Seq[int]) -> None:  # noqa: B027  (optional)
         """Zero the KV of blocks that may hold NaN."""

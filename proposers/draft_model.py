@@ -1,4 +1,6 @@
-"""DraftModelProposer: a small language model drafts, from its own KV over the shared pool (arXiv 2211.17192)."""
+"""DraftModelProposer: a small language model drafts, from its own KV over the shared pool (arXiv
+2211.17192).
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from specdec.sequence import Span
 
 
 class DraftModelProposer(Proposer):
-    """Drafts with the request's own sampling pipeline, so q is exactly the law that each draft is drawn from.
+    """Drafts with the request's own sampling pipeline, so q is exactly the law that each draft is
+    drawn from.
 
-    The first forward always feeds the last two committed tokens: after a step in which every draft was kept, the KV of the
-    last draft is missing, and so it never is. Then K - 1 forwards of one token follow.
+    The first forward always feeds the last two committed tokens: after a step in which every draft
+    was kept, the KV of the last draft is missing, and so it never is. Then K - 1 forwards of one
+    token follow.
     """
 
     name = "draft_model"
@@ -48,9 +52,7 @@ class DraftModelProposer(Proposer):
         for chunk in _chunks(pending, self._max_num_batched_tokens):
             cache = self.model.kv_cache
             self.model.forward(
-                ForwardBatch.ragged(
-                    chunk, cache.block_size, cache.padding_block, self.model.device
-                )
+                ForwardBatch.ragged(chunk, cache.block_size, cache.padding_block, self.model.device)
             )
             for span in chunk:
                 span.seq.num_draft_computed_tokens = span.end
@@ -69,7 +71,9 @@ class DraftModelProposer(Proposer):
             if i:
                 logits = self._next_forward(state, token_ids[:, i - 1 : i], limits, i, max_len)
             token, q, valid = self._draw(state, logits, token_ids, i)
-            limits = torch.where(valid, limits, limits.clamp(max=i))  # a row of NaN drafts no further
+            limits = torch.where(
+                valid, limits, limits.clamp(max=i)
+            )  # a row of NaN drafts no further
             token_ids[:, i] = torch.where(i < limits, token, -1)
             if q is not None:
                 probs.append(q)
@@ -79,14 +83,18 @@ class DraftModelProposer(Proposer):
         self.model.kv_cache.clear(blocks)
 
     def _catch_up(self, state: DecodeState) -> None:
-        """Fill draft KV that fell behind while speculation was off, up to the two tokens that are fed anyway."""
+        """Fill draft KV that fell behind while speculation was off, up to the two tokens that are
+        fed anyway.
+        """
         rows = [s for s, k in zip(state.seqs, state.num_draft_tokens, strict=True) if k]
         self.extend([Span(seq, 0, len(seq) - 2) for seq in rows if len(seq) > 2])
         for seq in rows:
             seq.num_draft_computed_tokens = len(seq)  # once the first forward has run
 
     def _first_forward(self, state: DecodeState, limits: Tensor, max_len: int) -> Tensor:
-        """Logits [rows, V_draft] behind the last committed token; feeds last_token_ids [rows, 2]."""
+        """Logits [rows, V_draft] behind the last committed token; feeds last_token_ids [rows,
+        2].
+        """
         starts = (state.seq_lens - 2).clamp(min=0)
         last = (state.seq_lens - 1).clamp(max=1)  # index of the last committed token among the two
         rows = torch.arange(state.num_rows, device=state.device)
@@ -109,7 +117,9 @@ class DraftModelProposer(Proposer):
     def _draw(
         self, state: DecodeState, logits: Tensor, token_ids: Tensor, i: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Draft i (0-based) of each row [rows], its q [rows, V] (None when all are greedy), and whether q is a law."""
+        """Draft i (0-based) of each row [rows], its q [rows, V] (None when all are greedy), and
+        whether q is a law.
+        """
         aligned = align_vocab(logits, state.vocab_size)[:, None]  # [rows, 1, V]
         processed = process_logits(aligned, state.sampling, token_ids, i)
         valid = ~(invalid_rows(aligned) | invalid_rows(processed))[:, 0]

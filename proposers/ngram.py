@@ -1,4 +1,6 @@
-"""NgramProposer: prompt lookup. The text so far is the draft model (Saxena 2023, prompt-lookup-decoding)."""
+"""NgramProposer: prompt lookup. The text so far is the draft model (Saxena 2023,
+prompt-lookup-decoding).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from specdec.sequence import Sequence
 class NgramIndex:
     """Where each n-gram of a growing token list ended last, and the time before that.
 
-    Feeding a token costs O(max_n); a lookup as much. The latest match wins: recent text resembles what follows most.
+    Feeding a token costs O(max_n); a lookup as much. The latest match wins: recent text resembles
+    what follows most.
     """
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._sizes = range(max_n, min_n - 1, -1)  # longest first
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its latest occurrence
+        self._ends: dict[
+            tuple[int, ...], int
+        ] = {}  # n-gram -> position behind its latest occurrence
         self._previous: dict[tuple[int, ...], int] = {}  # ... behind the occurrence before that
         self._num_fed = 0
 
@@ -35,7 +40,8 @@ class NgramIndex:
     def propose(self, token_ids: Seq[int], count: int) -> list[int]:
         """Up to `count` tokens that followed an earlier occurrence of the longest matching suffix.
 
-        A match that reaches the end of the text goes on with its own draft (a text that repeats keeps repeating).
+        A match that reaches the end of the text goes on with its own draft (a text that repeats
+        keeps repeating).
         """
         for n in self._sizes:
             start = self._previous.get(tuple(token_ids[-n:])) if n <= len(token_ids) else None
@@ -49,7 +55,9 @@ class NgramIndex:
 
 
 class NgramProposer(Proposer):
-    """Drafts the continuation of the latest earlier match of the last max_n .. min_n tokens; q is one-hot."""
+    """Drafts the continuation of the latest earlier match of the last max_n .. min_n tokens; q is
+    one-hot.
+    """
 
     name = "ngram"
 

@@ -1,4 +1,6 @@
-"""From names to a running engine: resolve, check, plan memory, load, connect. Every refusal comes before weights load."""
+"""From names to a running engine: resolve, check, plan memory, load, connect. Every refusal comes
+before weights load.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -47,7 +49,7 @@ from specdec.verifiers.base import AcceptanceRule
 from specdec.verifiers.rejection import rejection
 from specdec.verifiers.target_model import TargetModelVerifier
 
-ModelName = str | os.PathLike[str] | PreTrainedModel
+ModelName: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
 @dataclass(slots=True)
@@ -180,17 +182,21 @@ def assemble(
 
 
 def resolve_device(name: str, target: ModelName) -> torch.device:
-    """The device asked for; auto takes the target's if it is loaded, else CUDA when there is one."""
+    """The device asked for; auto takes the target's if it is loaded, else CUDA when there is
+    one.
+    """
     if name == "auto":
         if isinstance(target, PreTrainedModel):
-            return target.device
+            return torch.device(target.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device {name!r} is not known to torch; use 'cpu' or 'cuda'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, torch sees no CUDA device; use device='cpu'")
+        raise ValueError(
+            f"device {name!r} was asked for, torch sees no CUDA device; use device='cpu'"
+        )
     return device
 
 
@@ -200,7 +206,9 @@ def _part(
     if isinstance(name, PreTrainedModel):
         check_family(name.config)
         if name.device != device:
-            raise ValueError(f"the {role} is on {name.device}, the engine on {device}; move it first")
+            raise ValueError(
+                f"the {role} is on {name.device}, the engine on {device}; move it first"
+            )
         return _Part(role, source_from_model(name), name, name.dtype)
     source = resolve_source(
         name,
@@ -230,7 +238,8 @@ def _plan(
     native = max_context(parts[0].source.config)
     if config.max_model_len is not None and config.max_model_len > native:
         raise ValueError(
-            f"max_model_len {config.max_model_len} is past the target's context of {native} tokens; lower it"
+            f"max_model_len {config.max_model_len} is past the target's context of {native} "
+            f"tokens; lower it"
         )
     width = text.hidden_size + getattr(text, "intermediate_size", 4 * text.hidden_size)
     return plan_memory(

@@ -1,4 +1,6 @@
-"""ForwardBatch: the tensors of one forward. Prefill, draft and verify differ only in how many tokens a row appends."""
+"""ForwardBatch: the tensors of one forward. Prefill, draft and verify differ only in how many
+tokens a row appends.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from specdec.sequence import Span, blocks_for
 class ForwardBatch:
     """Append q_i tokens to row i and attend, causally, to everything before them.
 
-    `num_tokens` = sum of q_i, rows concatenated. Slot -1 is the padding slot (see KVCache): what is written there is never
-    read as a real key. Lengths that bound loops or shapes are host integers; nothing here forces a device synchronisation.
+    `num_tokens` = sum of q_i, rows concatenated. Slot -1 is the padding slot (see KVCache): what is
+    written there is never read as a real key. Lengths that bound loops or shapes are host integers;
+    nothing here forces a device synchronisation.
     """
 
     token_ids: Tensor  # [num_tokens] int64
@@ -31,7 +34,9 @@ class ForwardBatch:
     max_seqlen_q: int
     max_seqlen_k: int  # no row has more keys, the appended ones included
     spans: tuple[tuple[int, int], ...] = ()  # host copy of (cache_seqlen, q_i) for ragged batches
-    plan: Any = field(default=None, repr=False)  # what the attention backend prepared for this batch
+    plan: Any = field(
+        default=None, repr=False
+    )  # what the attention backend prepared for this batch
 
     @property
     def num_seqs(self) -> int:
@@ -46,7 +51,9 @@ class ForwardBatch:
         device: torch.device,
         logits_indices: Seq[int] = (),
     ) -> ForwardBatch:
-        """Prefill: each span's tokens behind its sequence's KV. Raises ValueError if a block table is too short."""
+        """Prefill: each span's tokens behind its sequence's KV. Raises ValueError if a block table
+        is too short.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -91,16 +98,19 @@ class ForwardBatch:
         max_seqlen_k: int,
         logits_indices: Tensor,
     ) -> ForwardBatch:
-        """Decode: row i appends token_ids[i] [Q] at starts[i]; only its first num_valid[i] tokens are real.
+        """Decode: row i appends token_ids[i] [Q] at starts[i]; only its first num_valid[i] tokens
+        are real.
 
-        Pure tensor arithmetic, so that a whole step can be captured. The host has checked that `block_table` covers
-        max_seqlen_k tokens.
+        Pure tensor arithmetic, so that a whole step can be captured. The host has checked that
+        `block_table` covers max_seqlen_k tokens.
         """
         num_rows, q_len = token_ids.shape
         offsets = torch.arange(q_len, device=token_ids.device)
         positions = starts[:, None] + offsets  # [rows, Q]
         covered = block_table.shape[1] * block_size
-        block = block_table.gather(1, (positions.clamp(max=covered - 1) // block_size)).to(torch.int64)
+        block = block_table.gather(1, (positions.clamp(max=covered - 1) // block_size)).to(
+            torch.int64
+        )
         slots = block * block_size + positions % block_size
         slots = torch.where(offsets < num_valid[:, None], slots, -1)
         return cls(

@@ -15,12 +15,15 @@ class BlockPool:
 
     A block is in one of three states:
 
-        in use      ref_count > 0                    held by one sequence or, when its prefix is shared, several
-        cached      ref_count = 0, hash registered   content kept for later hits, evicted least recently used first
-        free        ref_count = 0, no hash           content worthless
+        in use      ref_count > 0                    held by one sequence or, when its prefix is
+        shared, several cached      ref_count = 0, hash registered   content kept for later hits,
+        evicted least recently used first free        ref_count = 0, no hash           content
+        worthless
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -36,7 +39,9 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks, evicting the least recently used cached ones; None (and no change) if too few."""
+        """Take `count` blocks, evicting the least recently used cached ones; None (and no change)
+        if too few.
+        """
         if count > self.num_free:
             return None
         blocks = []
@@ -47,7 +52,9 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each. The last blocks of a sequence become evictable before the first ones."""
+        """Give up one reference to each. The last blocks of a sequence become evictable before the
+        first ones.
+        """
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} freed twice"
             self._ref_counts[block] -= 1
@@ -61,7 +68,9 @@ class BlockPool:
                 self._free.append(block)
 
     def match_prefix(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Acquire the longest run of cached blocks whose tokens lead `token_ids`, at most max_tokens tokens."""
+        """Acquire the longest run of cached blocks whose tokens lead `token_ids`, at most
+        max_tokens tokens.
+        """
         blocks: list[int] = []
         if not self.enable_prefix_caching:
             return blocks
@@ -77,10 +86,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def register(self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int) -> None:
+    def register(
+        self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int
+    ) -> None:
         """Make the full blocks of the first `num_tokens` committed tokens available to later hits.
 
-        The caller passes only tokens whose KV is valid in every model and will not be written again.
+        The caller passes only tokens whose KV is valid in every model and will not be written
+        again.
         """
         if not self.enable_prefix_caching:
             return
@@ -127,5 +139,7 @@ class BlockPool:
         return block
 
     def _chain(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Hash of a block given its parent's: equal only for equal tokens from the sequence's start."""
+        """Hash of a block given its parent's: equal only for equal tokens from the sequence's
+        start.
+        """
         return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()

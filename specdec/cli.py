@@ -47,11 +47,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help=GENERATE_HELP, description=GENERATE_HELP)
     generate.add_argument("prompt", nargs="?", help="the prompt; - or nothing reads standard input")
-    generate.add_argument("--file", type=Path, help="text file (one prompt) or .jsonl with a 'prompt' a line")
-    generate.add_argument("--raw", action="store_true", help="continue the text as it is: no chat template")
-    generate.add_argument("--mark", action="store_true", help="show accepted, recovered and bonus tokens")
-    generate.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
-    generate.add_argument("--no-stats", action="store_true", help="leave out the figures at the end")
+    generate.add_argument(
+        "--file", type=Path, help="text file (one prompt) or .jsonl with a 'prompt' a line"
+    )
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the text as it is: no chat template"
+    )
+    generate.add_argument(
+        "--mark", action="store_true", help="show accepted, recovered and bonus tokens"
+    )
+    generate.add_argument(
+        "--no-stream", action="store_true", help="print the text when it is complete"
+    )
+    generate.add_argument(
+        "--no-stats", action="store_true", help="leave out the figures at the end"
+    )
     _add_common(generate)
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help=CHAT_HELP, description=CHAT_HELP)
@@ -66,11 +76,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
-    models.add_argument("--target", help="alias, folder, hub id or GGUF file (default: smollm2-135m)")
-    models.add_argument("--draft", help="the same for a draft model; without one, drafts come from the text")
+    models.add_argument(
+        "--target", help="alias, folder, hub id or GGUF file (default: smollm2-135m)"
+    )
+    models.add_argument(
+        "--draft", help="the same for a draft model; without one, drafts come from the text"
+    )
     models.add_argument("-k", "--num-draft-tokens", type=int, help="lookahead; 0 = plain decoding")
     models.add_argument("--proposer", help="auto, draft_model, ngram, none, or a plugin's name")
-    models.add_argument("--acceptance", help="acceptance rule: rejection, greedy, or a plugin's name")
+    models.add_argument(
+        "--acceptance", help="acceptance rule: rejection, greedy, or a plugin's name"
+    )
     models.add_argument("--attention", help="auto, reference, flash_attn, or a plugin's name")
     models.add_argument("--device", help="auto, cpu, cuda, cuda:1, ...")
     models.add_argument("--dtype", help="auto, float32, float16, bfloat16")
@@ -98,14 +114,34 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
 
 
-ENGINE_FIELDS = (
-    "num_draft_tokens proposer acceptance attention device dtype load_format max_model_len num_blocks block_size "
-    "trust_remote_code"
-).split()
-SAMPLING_FIELDS = (
-    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty max_tokens stop seed n logprobs "
-    "ignore_eos"
-).split()
+ENGINE_FIELDS = [
+    "num_draft_tokens",
+    "proposer",
+    "acceptance",
+    "attention",
+    "device",
+    "dtype",
+    "load_format",
+    "max_model_len",
+    "num_blocks",
+    "block_size",
+    "trust_remote_code",
+]
+SAMPLING_FIELDS = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "stop",
+    "seed",
+    "n",
+    "logprobs",
+    "ignore_eos",
+]
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -130,7 +166,11 @@ def _generate(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps({**output.as_dict(), "prompt": prompt, "engine": llm.description}))
             else:
-                print("\n".join(f"[{o.index}] {o.text}" if params.n > 1 else o.text for o in output.outputs))
+                print(
+                    "\n".join(
+                        f"[{o.index}] {o.text}" if params.n > 1 else o.text for o in output.outputs
+                    )
+                )
     elif args.mark:
         outputs = [print_marked(llm, encoded[0], params)]
     elif args.no_stream:
@@ -152,7 +192,9 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             raise ValueError("give a prompt or --file, not both")
         text = args.file.read_text(encoding="utf-8")
         if args.file.suffix == ".jsonl":
-            return [_prompt_of(line, i) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+            return [
+                _prompt_of(line, i) for i, line in enumerate(text.splitlines(), 1) if line.strip()
+            ]
     elif args.prompt is None or args.prompt == "-":
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one, --file FILE, or pipe text in")

@@ -14,12 +14,16 @@ MAX_NUM_DRAFT_TOKENS = 64
 
 
 def build(cls: type[Any], options: Mapping[str, Any]) -> Any:
-    """Build a config dataclass from a mapping; an unknown key raises ValueError with the nearest known one."""
+    """Build a config dataclass from a mapping; an unknown key raises ValueError with the nearest
+    known one.
+    """
     known = {f.name for f in fields(cls) if f.init}
     for key in options:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            hint = (
+                f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            )
             raise ValueError(f"{cls.__name__} has no option {key!r}{hint}")
     return cls(**options)
 
@@ -53,8 +57,9 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 class SamplingParams:
     """How one request is sampled. Every field holds at each draft position, speculation on or off.
 
-    The distribution is built in this order: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition / frequency /
-    presence penalty, temperature, min_p, top_k, top_p. Wrong values raise ValueError with the field, the value and the limit.
+    The distribution is built in this order: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    repetition / frequency / presence penalty, temperature, min_p, top_k, top_p. Wrong values raise
+    ValueError with the field, the value and the limit.
     """
 
     n: int = 1  # samples per prompt; sample j uses seed + j
@@ -75,9 +80,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # kept as the last output token
     ignore_eos: bool = False
     seed: int | None = None  # None: 64 random bits, reported with the output
-    logprobs: int | None = None  # the target's raw log-probabilities: emitted token + this many best
+    logprobs: int | None = (
+        None  # the target's raw log-probabilities: emitted token + this many best
+    )
     prompt_logprobs: int | None = None  # same for each prompt token but the first
-    num_draft_tokens: int | None = None  # this request's own lookahead; 0 = no speculation; None = the engine's
+    num_draft_tokens: int | None = (
+        None  # this request's own lookahead; 0 = no speculation; None = the engine's
+    )
     skip_special_tokens: bool = True  # leave special tokens out of the text
 
     def __post_init__(self) -> None:
@@ -98,7 +107,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 0)
             if self.min_tokens > self.max_tokens:
-                raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+                raise ValueError(
+                    f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 1024)
@@ -117,7 +128,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids is empty: nothing could be emitted; use None for all")
+                raise ValueError(
+                    "allowed_token_ids is empty: nothing could be emitted; use None for all"
+                )
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         bias = {}
@@ -142,7 +155,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine needs beside its models. None = chosen by the engine from the models, backend and memory."""
+    """What an engine needs beside its models. None = chosen by the engine from the models, backend
+    and memory.
+    """
 
     num_draft_tokens: int = 5  # K, the lookahead; 0 = plain decoding
     proposer: str = "auto"  # auto: draft_model with a draft, else ngram; none; or a registered name
@@ -157,7 +172,9 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens per sequence, prompt included
     max_num_seqs: int = 64  # sequences running at once
     max_num_batched_tokens: int = 2048  # tokens of one step, prefill and decode together
-    memory_utilization: float = 0.9  # share of the device's free memory for weights, KV and workspace
+    memory_utilization: float = (
+        0.9  # share of the device's free memory for weights, KV and workspace
+    )
     enable_prefix_caching: bool = True
     ngram_min: int = 1  # prompt lookup: shortest and longest match
     ngram_max: int = 4
@@ -167,7 +184,9 @@ class EngineConfig:
         if self.block_size is not None:
             _whole("block_size", self.block_size, 16, 256)
             if self.block_size & (self.block_size - 1):
-                raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {self.block_size}")
+                raise ValueError(
+                    f"block_size must be 16, 32, 64, 128 or 256, got {self.block_size}"
+                )
         for name in ("num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
@@ -181,9 +200,12 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {self.load_format!r}")
-        step = self.num_draft_tokens + 2  # verify K + 1 tokens, and the draft's second first-feed token
+        step = (
+            self.num_draft_tokens + 2
+        )  # verify K + 1 tokens, and the draft's second first-feed token
         if self.max_num_batched_tokens < step:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, one sequence's step takes {step} "
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, one sequence's step "
+                f"takes {step} "
                 f"(num_draft_tokens + 2); raise it or lower num_draft_tokens"
             )

@@ -1,4 +1,6 @@
-"""DecodeState: one row per decoding sequence, as the tensors that draft, verify and accept work on."""
+"""DecodeState: one row per decoding sequence, as the tensors that draft, verify and accept work
+on.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ from specdec.sequence import Sequence
 
 @dataclass(slots=True)
 class DecodeState:
-    """The rows of one decode step. Row i has n_i committed tokens; its window is the K_i drafts behind them.
+    """The rows of one decode step. Row i has n_i committed tokens; its window is the K_i drafts
+    behind them.
 
-    Built from host data before the step; inside the step only tensors are used. `num_draft_tokens` is an upper limit that a
-    proposer may undercut, as long as it decides before it draws a draft.
+    Built from host data before the step; inside the step only tensors are used. `num_draft_tokens`
+    is an upper limit that a proposer may undercut, as long as it decides before it draws a draft.
     """
 
     seqs: list[Sequence]  # host side, for proposers that read tokens
     num_draft_tokens: list[int]  # K_i on the host
-    last_token_ids: Tensor  # [rows, 2] int64: the last two committed tokens ([t, t] for a one-token sequence)
+    last_token_ids: (
+        Tensor  # [rows, 2] int64: the last two committed tokens ([t, t] for a one-token sequence)
+    )
     seq_lens: Tensor  # [rows] int64, n_i
     block_table: Tensor  # [rows, max_blocks] int32
     block_size: int
@@ -55,7 +60,9 @@ class DecodeState:
         vocab_size: int,
         device: torch.device,
     ) -> DecodeState:
-        """Gather the rows' tensors. Raises ValueError if a block table does not cover n + K tokens."""
+        """Gather the rows' tensors. Raises ValueError if a block table does not cover n + K
+        tokens.
+        """
         for row, (seq, num_drafts) in enumerate(zip(seqs, num_draft_tokens, strict=True)):
             check_table(row, len(seq.block_table), len(seq) + num_drafts, block_size)
         seq_lens = torch.tensor([len(seq) for seq in seqs], dtype=torch.int64).to(device)
@@ -79,7 +86,9 @@ class DecodeState:
     def append_batch(
         self, token_ids: Tensor, starts: Tensor, num_valid: Tensor, max_end: int, logits: Tensor
     ) -> ForwardBatch:
-        """The forward that appends token_ids [rows, Q] at starts [rows]; `logits` picks rows of the flat batch."""
+        """The forward that appends token_ids [rows, Q] at starts [rows]; `logits` picks rows of the
+        flat batch.
+        """
         return ForwardBatch.uniform(
             token_ids, starts, num_valid, self.block_table, self.block_size, max_end, logits
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence as Seq
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specdec.block_pool import BlockPool
 from specdec.config import SamplingParams
 from specdec.decode_state import DecodeState
 from specdec.models.paged_model import PagedModel
-from specdec.outputs import Request, Sample, TokenLogprobs, Tokenizer
+from specdec.outputs import Request, Sample, Tokenizer, TokenLogprobs
 from specdec.proposers.base import Draft, Proposer
 from specdec.requests import RequestBuilder
 from specdec.sampling.pipeline import raw_logprobs
@@ -29,8 +30,8 @@ logger = logging.getLogger("specdec")
 class Engine:
     """Serves requests by continuous batching. Not thread-safe: LLM adds a lock.
 
-    A request that fails (NaN logits, a broken plugin) ends with finish_reason "error" and a text; its blocks are freed and
-    the others go on.
+    A request that fails (NaN logits, a broken plugin) ends with finish_reason "error" and a text;
+    its blocks are freed and the others go on.
     """
 
     def __init__(
@@ -51,7 +52,11 @@ class Engine:
         self._proposer = proposer
         self._verifier = verifier
         self._builder = RequestBuilder(
-            tokenizer, eos_ids, target.vocab_size, scheduler.max_model_len, scheduler.num_draft_tokens
+            tokenizer,
+            eos_ids,
+            target.vocab_size,
+            scheduler.max_model_len,
+            scheduler.num_draft_tokens,
         )
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, tuple[Request, Sample]] = {}
@@ -69,7 +74,9 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
     ) -> Request:
-        """Queue a request. Raises ValueError for input that cannot be served; nothing is kept then."""
+        """Queue a request. Raises ValueError for input that cannot be served; nothing is kept
+        then.
+        """
         request = self._builder.build(
             prompt_token_ids, params or SamplingParams(), request_id, prompt, taken=self._requests
         )
@@ -123,7 +130,9 @@ class Engine:
     def _guarded(
         self, work: Callable[[StepPlan], Iterable[Request]], plan: StepPlan, seqs: Seq[Sequence]
     ) -> list[Request]:
-        """Run a part of the step; an exception in it fails the requests it worked on and no others."""
+        """Run a part of the step; an exception in it fails the requests it worked on and no
+        others.
+        """
         try:
             return list(work(plan))
         except Exception as error:
@@ -134,9 +143,13 @@ class Engine:
             return []
 
     def _prefill(self, plan: StepPlan) -> Iterable[Request]:
-        """Run prompt chunks through the target and, for sequences that will speculate, through the proposer's model."""
+        """Run prompt chunks through the target and, for sequences that will speculate, through the
+        proposer's model.
+        """
         spans = plan.prefill
-        wanted, indices, first = [], [], 0
+        wanted: list[tuple[Span, int]] = []
+        indices: list[int] = []
+        first = 0
         for span in spans:
             if self._wants_prompt_logprobs(span):
                 wanted.append((span, len(indices)))
@@ -246,7 +259,9 @@ class Engine:
             del self._requests[request.request_id]
 
     def _fail(self, seq: Sequence, error: str) -> None:
-        """End the whole request with an error; KV that may hold NaN is zeroed and never reused as a prefix."""
+        """End the whole request with an error; KV that may hold NaN is zeroed and never reused as a
+        prefix.
+        """
         request, _ = self._samples[seq]
         request.error = error
         self.stats.num_failed += 1
@@ -267,7 +282,8 @@ class Engine:
                 f"{self._target.vocab_size} tokens"
             )
         return (
-            "the target's logits were NaN or infinite, or allowed_token_ids, bad_words and logit_bias left no token; "
+            "the target's logits were NaN or infinite, or allowed_token_ids, bad_words and "
+            "logit_bias left no token; "
             "check the weights and dtype, or the request's rules"
         )
 
@@ -301,19 +317,24 @@ def check_draft(draft: Draft, state: DecodeState, name: str) -> None:
             )
     if width > state.max_num_draft_tokens:
         raise ValueError(
-            f"proposer {name!r} drafted {width} tokens, the limit of this step is {state.max_num_draft_tokens}"
+            f"proposer {name!r} drafted {width} tokens, the limit of this step is "
+            f"{state.max_num_draft_tokens}"
         )
 
 
 def _read(draft: Draft, verdict: Verdict) -> list[list[int]]:
-    """The step's one transfer to the host: per row [num drafted, num accepted, failed, token ids ...]."""
+    """The step's one transfer to the host: per row [num drafted, num accepted, failed, token ids
+    ...].
+    """
     columns = (draft.num_draft_tokens, verdict.num_accepted_tokens, verdict.failed)
     small = torch.cat((torch.stack(columns, dim=1), verdict.token_ids), dim=1)
     return small.tolist()  # type: ignore[no-any-return]
 
 
 def _logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities of token_ids [N] under logits [N, V], and the num_top best ids of each."""
+    """Raw log-probabilities of token_ids [N] under logits [N, V], and the num_top best ids of
+    each.
+    """
     ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
     own, top_ids, top = raw_logprobs(logits, ids, num_top)
     rows = zip(token_ids, own.tolist(), top_ids.tolist(), top.tolist(), strict=True)

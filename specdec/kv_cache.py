@@ -27,8 +27,8 @@ class KVLayout:
 class KVCache:
     """k[layer], v[layer]: [num_blocks + 1, block_size, num_kv_heads, head_dim], zero at first.
 
-    The last block belongs to nobody: slot -1 lies in it, so that padded tokens write to no real slot, and block tables are
-    padded with its id. A slot is block * block_size + offset.
+    The last block belongs to nobody: slot -1 lies in it, so that padded tokens write to no real
+    slot, and block tables are padded with its id. A slot is block * block_size + offset.
     """
 
     def __init__(
@@ -39,8 +39,12 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.k = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
-        self.v = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+        self.k = [
+            torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)
+        ]
+        self.v = [
+            torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)
+        ]
 
     @property
     def padding_block(self) -> int:
@@ -59,5 +63,7 @@ class KVCache:
 
 
 def store(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """Scatter values [num_tokens, num_kv_heads, head_dim] into a cache [num_blocks, block_size, ...] in place."""
+    """Scatter values [num_tokens, num_kv_heads, head_dim] into a cache [num_blocks, block_size,
+    ...] in place.
+    """
     cache.view(-1, *cache.shape[2:])[slot_mapping] = values

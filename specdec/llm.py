@@ -1,4 +1,6 @@
-"""LLM: the library's face. A target, perhaps a draft, and text in, text out; from any thread, or from asyncio."""
+"""LLM: the library's face. A target, perhaps a draft, and text in, text out; from any thread, or
+from asyncio.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 from specdec.assembly import ModelName, assemble
 from specdec.config import EngineConfig, SamplingParams, build
@@ -15,7 +17,7 @@ from specdec.outputs import Request, RequestOutput
 from specdec.progress import batch_progress
 from specdec.stats import DEFINITIONS
 
-Prompt = str | Sequence[int]  # text, or token ids
+Prompt: TypeAlias = str | Sequence[int]  # text, or token ids
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
@@ -23,13 +25,16 @@ class LLM:
     """A target language model with speculative decoding.
 
     Args:
-        target: alias (`smollm2-135m`), folder, hub id, GGUF file, or a loaded transformers model (used in place).
-        draft: the same, for a small model of the same vocabulary; None drafts from the text itself (n-gram lookup).
+        target: alias (`smollm2-135m`), folder, hub id, GGUF file, or a loaded transformers model
+            (used in place).
+        draft: the same, for a small model of the same vocabulary; None drafts from the text itself
+            (n-gram lookup).
         tokenizer: replaces the target's own.
-        progress: show progress bars while downloading, converting and generating.
-        **options: fields of EngineConfig, such as num_draft_tokens=5, attention="auto", num_blocks=None.
+        progress: show progress bars while downloading, converting and generating. **options: fields
+            of EngineConfig, such as num_draft_tokens=5, attention="auto", num_blocks=None.
 
-    All methods may be called from several threads at once: whoever waits runs the next step for all.
+    All methods may be called from several threads at once: whoever waits runs the next step for
+    all.
     """
 
     def __init__(
@@ -74,8 +79,8 @@ class LLM:
         """Complete one prompt (one result) or many (a list in the same order, with a progress bar).
 
         `params` holds for all prompts or is a list of one per prompt; **fields builds it in place:
-        generate("...", temperature=0). A request that fails while running has `error` set; wrong input raises ValueError
-        before anything is queued.
+        generate("...", temperature=0). A request that fails while running has `error` set; wrong
+        input raises ValueError before anything is queued.
         """
         single = _is_one(prompts)
         todo = [prompts] if single else list(prompts)
@@ -133,19 +138,23 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
     ) -> RequestOutput:
         """`generate` of one prompt for asyncio; concurrent calls share the engine's batch."""
-        output: RequestOutput | None = None
+        last: RequestOutput | None = None
         async for output in self.astream(prompt, params, **fields):
-            pass
-        assert output is not None
-        return output
+            last = output
+        assert last is not None
+        return last
 
     def abort(self, request_id: str) -> bool:
-        """End a request of another thread; it keeps what it has. False if unknown or ended already."""
+        """End a request of another thread; it keeps what it has. False if unknown or ended
+        already.
+        """
         with self._lock:
             return self._engine.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, acceptance and seconds per phase since the start; `specdec.stats.DEFINITIONS` says what each means."""
+        """Counts, acceptance and seconds per phase since the start; `specdec.stats.DEFINITIONS`
+        says what each means.
+        """
         with self._lock:
             return self._engine.stats.as_dict()
 
@@ -188,7 +197,9 @@ class LLM:
         return requests
 
     def _run(self, requests: Sequence[Request], advance: Any) -> None:
-        """Step until all are finished. The lock is free between steps, so other threads add, abort and read."""
+        """Step until all are finished. The lock is free between steps, so other threads add, abort
+        and read.
+        """
         pending = list(requests)
         while pending:
             with self._lock:
@@ -234,5 +245,7 @@ def _params_per_prompt(
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise ValueError(f"{count} prompts but {len(params)} SamplingParams; give one, or one per prompt")
+        raise ValueError(
+            f"{count} prompts but {len(params)} SamplingParams; give one, or one per prompt"
+        )
     return list(params)

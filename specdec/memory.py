@@ -1,4 +1,6 @@
-"""How many KV blocks fit beside both models' weights and the workspace: counted before any weight is loaded."""
+"""How many KV blocks fit beside both models' weights and the workspace: counted before any weight
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,11 @@ def plan_memory(
     num_blocks: int | None = None,
     kv_limit: int | None = None,
 ) -> MemoryPlan:
-    """Decide the number of blocks, enough for max_num_seqs sequences of max_model_len tokens or as many as fit.
+    """Decide the number of blocks, enough for max_num_seqs sequences of max_model_len tokens or as
+    many as fit.
 
-    One sequence of max_model_len tokens must fit: with `shrink` max_model_len is lowered until it does, otherwise, or if
-    nothing fits, ValueError with the numbers and what to change.
+    One sequence of max_model_len tokens must fit: with `shrink` max_model_len is lowered until it
+    does, otherwise, or if nothing fits, ValueError with the numbers and what to change.
     """
     budget = int(available_bytes * utilization)
     weights = sum(model.weight_bytes for model in models)
@@ -82,14 +85,17 @@ def plan_memory(
     def refuse(problem: str, remedy: str) -> ValueError:
         parts = ", ".join(f"{m.role} weights {_gib(m.weight_bytes)}" for m in models)
         return ValueError(
-            f"{problem}: {_gib(budget)} usable ({utilization:g} of {_gib(available_bytes)} free), {parts}, workspace "
-            f"{_gib(workspace)}, KV {block_bytes / 2**20:.2f} MiB per block of {block_size} tokens; {remedy}"
+            f"{problem}: {_gib(budget)} usable ({utilization:g} of {_gib(available_bytes)} "
+            f"free), {parts}, workspace "
+            f"{_gib(workspace)}, KV {block_bytes / 2**20:.2f} MiB per block of {block_size} "
+            f"tokens; {remedy}"
         )
 
     fitting = max(left, 0) // block_bytes
     if num_blocks is not None and num_blocks > fitting:
         raise refuse(
-            f"num_blocks {num_blocks} does not fit, {fitting} would", "lower num_blocks or raise memory_utilization"
+            f"num_blocks {num_blocks} does not fit, {fitting} would",
+            "lower num_blocks or raise memory_utilization",
         )
     if num_blocks is None:
         num_blocks = min(fitting, blocks_for(max_model_len + lookahead, block_size) * max_num_seqs)
@@ -98,7 +104,8 @@ def plan_memory(
     longest = num_blocks * block_size - lookahead
     if longest < 2 or (not shrink and longest < max_model_len):
         raise refuse(
-            f"{num_blocks} KV blocks hold one sequence of {max(longest, 0)} tokens, {max_model_len} are needed",
+            f"{num_blocks} KV blocks hold one sequence of {max(longest, 0)} tokens, "
+            f"{max_model_len} are needed",
             "lower max_model_len, use a smaller draft, or raise memory_utilization or num_blocks",
         )
     return MemoryPlan(

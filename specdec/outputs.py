@@ -1,4 +1,6 @@
-"""What a request gives back: token ids, text, log-probabilities, counts. Incremental text and stop strings live here."""
+"""What a request gives back: token ids, text, log-probabilities, counts. Incremental text and stop
+strings live here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The target's raw log-probabilities at one token, before penalties, bias, temperature and truncation."""
+    """The target's raw log-probabilities at one token, before penalties, bias, temperature and
+    truncation.
+    """
 
     token_id: int
     logprob: float
@@ -94,7 +98,9 @@ class TextStream:
         self.text = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add a token; return the stop string that it completes, if any. The text then ends before (or with) it."""
+        """Add a token; return the stop string that it completes, if any. The text then ends before
+        (or with) it.
+        """
         self._token_ids.append(token_id)
         if self._tokenizer is None:
             return None
@@ -111,7 +117,9 @@ class TextStream:
 
     @property
     def safe_length(self) -> int:
-        """Length of the text that no later token can take back: a tail that may begin a stop string is left out."""
+        """Length of the text that no later token can take back: a tail that may begin a stop string
+        is left out.
+        """
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self.text)), longest, -1):

@@ -15,7 +15,9 @@ Advance = Callable[[int, SpecStats], None]
 
 @contextmanager
 def batch_progress(total: int) -> Iterator[Advance]:
-    """A bar over requests that also shows tokens and the acceptance rate; yields advance(num_done, stats)."""
+    """A bar over requests that also shows tokens and the acceptance rate; yields advance(num_done,
+    stats).
+    """
     columns = (
         TextColumn("generating"),
         BarColumn(),

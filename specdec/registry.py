@@ -11,7 +11,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Built-in parts by name, then those of an entry-point group, which are loaded when first asked for."""
+    """Built-in parts by name, then those of an entry-point group, which are loaded when first asked
+    for.
+    """
 
     def __init__(self, kind: str, group: str, builtin: Mapping[str, T]) -> None:
         self._kind = kind
@@ -30,7 +32,9 @@ class Registry(Generic[T]):
         return sorted(self._parts.keys() | plugins)
 
     def get(self, name: str) -> T:
-        """The part of this name. Raises ValueError naming the nearest, ImportError if a plugin does not load."""
+        """The part of this name. Raises ValueError naming the nearest, ImportError if a plugin does
+        not load.
+        """
         if name in self._parts:
             return self._parts[name]
         for entry in entry_points(group=self._group, name=name):

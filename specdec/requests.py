@@ -1,10 +1,13 @@
-"""RequestBuilder: checks a prompt and its parameters, and makes the request that the engine serves."""
+"""RequestBuilder: checks a prompt and its parameters, and makes the request that the engine
+serves.
+"""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Collection, Sequence as Seq
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -89,12 +92,14 @@ class RequestBuilder:
         for token in token_ids:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise ValueError(
-                    f"prompt token {token!r} is not an id of the vocabulary of {self._vocab_size} tokens"
+                    f"prompt token {token!r} is not an id of the vocabulary of "
+                    f"{self._vocab_size} tokens"
                 )
         room = self._max_model_len - len(token_ids)
         if room < (0 if params.max_tokens == 0 else 1):
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, the context holds {self._max_model_len} with the output; "
+                f"the prompt has {len(token_ids)} tokens, the context holds "
+                f"{self._max_model_len} with the output; "
                 f"shorten the prompt or raise max_model_len"
             )
 
@@ -102,7 +107,8 @@ class RequestBuilder:
         asked = params.num_draft_tokens
         if asked is not None and asked > self._num_draft_tokens:
             raise ValueError(
-                f"the request asks for num_draft_tokens {asked}, the engine was built for {self._num_draft_tokens}; "
+                f"the request asks for num_draft_tokens {asked}, the engine was built for "
+                f"{self._num_draft_tokens}; "
                 f"raise the engine's num_draft_tokens or lower the request's"
             )
         ids = {
@@ -117,10 +123,14 @@ class RequestBuilder:
                         f"{name} names token {token}, the vocabulary has {self._vocab_size} tokens"
                     )
         if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, this engine has none; use stop_token_ids")
+            raise ValueError(
+                "stop strings need a tokenizer, this engine has none; use stop_token_ids"
+            )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of the bad words; a text is banned at a line's start and behind a space."""
+        """Token sequences of the bad words; a text is banned at a line's start and behind a
+        space.
+        """
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if not isinstance(word, str):

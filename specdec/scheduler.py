@@ -1,4 +1,6 @@
-"""Scheduler: who prefills and who decodes in the next step, and the blocks they need. First come, first served."""
+"""Scheduler: who prefills and who decodes in the next step, and the blocks they need. First come,
+first served.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class StepPlan:
 class Scheduler:
     """Continuous batching over one pool.
 
-    Each running sequence has K + 2 tokens of the budget set aside (K + 1 verified, and the draft's second first-feed token),
-    so decoding never starves prefill nor the reverse; what decoding does not use goes to prefill chunks. When blocks run out,
-    the sequence that arrived last is preempted: it waits at the head of the queue and is computed again.
+    Each running sequence has K + 2 tokens of the budget set aside (K + 1 verified, and the draft's
+    second first-feed token), so decoding never starves prefill nor the reverse; what decoding does
+    not use goes to prefill chunks. When blocks run out, the sequence that arrived last is
+    preempted: it waits at the head of the queue and is computed again.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class Scheduler:
         needed = blocks_for(len(seq) + self.num_draft_tokens + 1, self.pool.block_size)
         if needed > self.pool.num_blocks:
             raise ValueError(
-                f"the prompt has {len(seq)} tokens and needs {needed} KV blocks with its lookahead, the pool has "
+                f"the prompt has {len(seq)} tokens and needs {needed} KV blocks with its "
+                f"lookahead, the pool has "
                 f"{self.pool.num_blocks}; raise num_blocks or shorten the prompt"
             )
         self.waiting.append(seq)
@@ -74,8 +78,9 @@ class Scheduler:
     def lookahead(self, seq: Sequence) -> int:
         """K of this sequence's next window.
 
-        It depends on the request alone, never on the batch, since under `rejection` the text of a seed depends on K. Only a
-        greedy request is cut to what max_tokens leaves: its text is the same at any K.
+        It depends on the request alone, never on the batch, since under `rejection` the text of a
+        seed depends on K. Only a greedy request is cut to what max_tokens leaves: its text is the
+        same at any K.
         """
         asked = seq.params.num_draft_tokens
         drafts = self.num_draft_tokens if asked is None else min(asked, self.num_draft_tokens)
@@ -87,7 +92,9 @@ class Scheduler:
         return max(drafts, 0)
 
     def schedule(self) -> StepPlan:
-        """Plan one step. Decoding comes first, then prefill already begun, then new sequences while blocks last."""
+        """Plan one step. Decoding comes first, then prefill already begun, then new sequences while
+        blocks last.
+        """
         plan = StepPlan()
         budget = self._budget
         for seq in list(self.running):
@@ -109,8 +116,8 @@ class Scheduler:
     def register_prefix(self, seq: Sequence, num_valid: int) -> None:
         """Offer the sequence's full blocks to later prompts.
 
-        The last two committed tokens are left out: a draft's first feed writes them again, and a block that another sequence
-        may hold is never written.
+        The last two committed tokens are left out: a draft's first feed writes them again, and a
+        block that another sequence may hold is never written.
         """
         self.pool.register(seq.block_table, seq.token_ids, min(num_valid, len(seq) - 2))
 
@@ -131,7 +138,9 @@ class Scheduler:
         return max(length, 0)
 
     def _admit(self, plan: StepPlan, seq: Sequence) -> bool:
-        """Move the head of the queue to running if all its tokens and its lookahead fit beside those running."""
+        """Move the head of the queue to running if all its tokens and its lookahead fit beside
+        those running.
+        """
         hits: list[int] = []
         if seq.params.prompt_logprobs is None:  # cached tokens have no logits
             hits = self.pool.match_prefix(seq.token_ids, len(seq) - 2)
@@ -149,7 +158,9 @@ class Scheduler:
         return True
 
     def _grow(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for num_tokens, preempting the latest arrivals; False if it had to go itself."""
+        """Give the sequence blocks for num_tokens, preempting the latest arrivals; False if it had
+        to go itself.
+        """
         missing = blocks_for(num_tokens, self.pool.block_size) - len(seq.block_table)
         if missing <= 0:
             return True

@@ -1,8 +1,11 @@
-"""Sequence: the committed tokens of one sample, its blocks, and two counters. Rollback is lowering a counter."""
+"""Sequence: the committed tokens of one sample, its blocks, and two counters. Rollback is lowering
+a counter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence as Seq
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from specdec.config import SamplingParams
@@ -12,8 +15,9 @@ from specdec.config import SamplingParams
 class Sequence:
     """One sample of a request.
 
-    Between steps a running sequence of n tokens has valid target KV for its first n - 1 tokens and valid draft KV for
-    n - 1 or n - 2 of them (fewer while speculation is off for it: the proposer catches up before it drafts again).
+    Between steps a running sequence of n tokens has valid target KV for its first n - 1 tokens and
+    valid draft KV for n - 1 or n - 2 of them (fewer while speculation is off for it: the proposer
+    catches up before it drafts again).
     """
 
     seq_id: int  # arrival order; unique in an engine
@@ -42,7 +46,9 @@ class Sequence:
         return self.num_computed_tokens >= len(self.token_ids) - 1
 
     def remaining(self, max_model_len: int) -> int:
-        """Tokens that may still be emitted: the smaller of max_tokens and what the context leaves."""
+        """Tokens that may still be emitted: the smaller of max_tokens and what the context
+        leaves.
+        """
         left = max_model_len - len(self.token_ids)
         if self.params.max_tokens is not None:
             left = min(left, self.params.max_tokens - self.num_output_tokens)
@@ -56,9 +62,9 @@ class Sequence:
     ) -> int:
         """Commit the tokens of one step up to the first end and return how many were kept.
 
-        The run is cut behind an end token or behind the token that completes a stop string (reason "stop"), or where
-        max_tokens or the context ends ("length"). `stop_text` is told each committed token and names the stop string
-        that it completes, or None.
+        The run is cut behind an end token or behind the token that completes a stop string (reason
+        "stop"), or where max_tokens or the context ends ("length"). `stop_text` is told each
+        committed token and names the stop string that it completes, or None.
         """
         for num_kept, token in enumerate(run, start=1):
             self.token_ids.append(token)

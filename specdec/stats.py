@@ -12,12 +12,20 @@ DEFINITIONS = {
     "num_target_steps": "target forwards counted once per sequence that decoded in them",
     "num_draft_tokens": "draft tokens really proposed to the target (an n-gram miss proposes 0)",
     "num_accepted_tokens": "draft tokens that the acceptance rule kept",
-    "num_verified_tokens": "tokens the rule released: accepted + one recovered or bonus token per target step",
-    "num_emitted_tokens": "verified tokens less those cut behind an end token, a stop string or max_tokens",
+    "num_verified_tokens": (
+        "tokens the rule released: accepted + one recovered or bonus token per target step"
+    ),
+    "num_emitted_tokens": (
+        "verified tokens less those cut behind an end token, a stop string or max_tokens"
+    ),
     "acceptance_rate": "num_accepted_tokens / num_draft_tokens",
-    "acceptance_by_position": "share of the drafts proposed at window position i (0-based) that were kept",
+    "acceptance_by_position": (
+        "share of the drafts proposed at window position i (0-based) that were kept"
+    ),
     "mean_accepted_length": "num_emitted_tokens / num_target_steps, the bonus token included",
-    "seconds": "wall-clock time per phase; on a GPU, launches are asynchronous and waits fall to `read`",
+    "seconds": (
+        "wall-clock time per phase; on a GPU, launches are asynchronous and waits fall to `read`"
+    ),
 }
 
 
@@ -81,7 +89,9 @@ class EngineStats(SpecStats):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the wall-clock time of a block to a phase: schedule, prefill, draft, verify, read, commit."""
+        """Add the wall-clock time of a block to a phase: schedule, prefill, draft, verify, read,
+        commit.
+        """
         start = time.perf_counter()
         try:
             yield
@@ -91,7 +101,13 @@ class EngineStats(SpecStats):
     def as_dict(self) -> dict[str, Any]:
         own = {
             name: getattr(self, name)
-            for name in ("num_steps", "num_requests", "num_finished", "num_failed", "num_preemptions")
+            for name in (
+                "num_steps",
+                "num_requests",
+                "num_finished",
+                "num_failed",
+                "num_preemptions",
+            )
         }
         own["num_prompt_tokens"] = self.num_prompt_tokens
         own["num_prefix_hit_tokens"] = self.num_prefix_hit_tokens

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "gguf", "flash
 def print_stream(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
     """Print the text as it grows."""
     shown = 0
-    for output in llm.stream(prompt, params):  # noqa: B007  (the last one is returned)
+    for output in llm.stream(prompt, params):
         sys.stdout.write(output.text[shown:])
         sys.stdout.flush()
         shown = max(shown, len(output.text))
@@ -36,11 +36,13 @@ def print_stream(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Req
 
 
 def print_marked(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
-    """Print the text with each token's origin: in colour on a terminal, else with a sign behind each token."""
+    """Print the text with each token's origin: in colour on a terminal, else with a sign behind
+    each token.
+    """
     console = Console(highlight=False, soft_wrap=True)
     stream = TextStream(llm.tokenizer, prompt[-8:], skip_special_tokens=params.skip_special_tokens)
     done = 0
-    for output in llm.stream(prompt, params):  # noqa: B007
+    for output in llm.stream(prompt, params):
         sample = output.outputs[0]
         for token, origin in zip(sample.token_ids[done:], sample.origins[done:], strict=True):
             before = len(stream.text)
@@ -71,13 +73,18 @@ def print_stats(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     table.add_row("target", f"{about['target']} ({about['dtype']}, {about['device']})")
     table.add_row("drafts", f"{drafts}, up to {about['num_draft_tokens']} a step")
     table.add_row("attention", f"{about['attention']} ({about['attention_reason']})")
-    table.add_row("emitted", f"{stats['num_emitted_tokens']} tokens in {stats['num_target_steps']} target steps")
+    table.add_row(
+        "emitted",
+        f"{stats['num_emitted_tokens']} tokens in {stats['num_target_steps']} target steps",
+    )
     accepted = f"{stats['num_accepted_tokens']} of {stats['num_draft_tokens']}"
     table.add_row("accepted", f"{accepted} drafts, acceptance rate {stats['acceptance_rate']:.3f}")
     by_position = " ".join(f"{rate:.2f}" for rate in stats["acceptance_by_position"])
     if by_position:
         table.add_row("by position", by_position)
-    table.add_row("mean accepted length", f"{stats['mean_accepted_length']:.2f} tokens a target step")
+    table.add_row(
+        "mean accepted length", f"{stats['mean_accepted_length']:.2f} tokens a target step"
+    )
     seconds = sum(stats["seconds"].values())
     if seconds:
         rate = stats["num_emitted_tokens"] / seconds
@@ -109,7 +116,9 @@ def collect_info() -> dict[str, Any]:
         "versions": versions,
         "devices": devices,
         "threads": torch.get_num_threads(),
-        "attention_backends": {name: _backend_state(name, device, dtype) for name in BACKENDS.names()},
+        "attention_backends": {
+            name: _backend_state(name, device, dtype) for name in BACKENDS.names()
+        },
         "proposers": PROPOSERS.names(),
         "acceptance_rules": ACCEPTANCE_RULES.names(),
         "auto": {
@@ -130,7 +139,9 @@ def print_info(found: dict[str, Any]) -> None:
                 print(f"  {name}: {value}")
         elif isinstance(values, list):
             for value in values:
-                text = f"{value['name']}: {value['description']}" if isinstance(value, dict) else value
+                text = (
+                    f"{value['name']}: {value['description']}" if isinstance(value, dict) else value
+                )
                 print(f"  {text}")
         else:
             print(f"  {values}")

@@ -41,7 +41,9 @@ def make_problem(
     softcap: float | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Rows with starts[i] older keys and q_lens[i] new ones; `uniform` when all q_lens are equal."""
+    """Rows with starts[i] older keys and q_lens[i] new ones; `uniform` when all q_lens are
+    equal.
+    """
     gen = torch.Generator().manual_seed(seed)
     needed = [blocks_for(s + n, block_size) for s, n in zip(starts, q_lens, strict=True)]
     num_blocks = 3 * sum(needed)
@@ -121,7 +123,9 @@ def dense_answer(problem: Problem, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def check_backend(backend: AttentionBackend, problem: Problem) -> None:
-    """Error at most 3 times that of a same-precision dense answer + 1e-5; the cache written bit for bit, and only there."""
+    """Error at most 3 times that of a same-precision dense answer + 1e-5; the cache written bit for
+    bit, and only there.
+    """
     exact = dense_answer(problem)
     same_precision = dense_answer(problem, problem.q.dtype)
     before_k, before_v = problem.k_cache.clone(), problem.v_cache.clone()

@@ -1,4 +1,6 @@
-"""Attention backends against a dense float64 answer: shuffled pages, unaligned lengths, any head layout."""
+"""Attention backends against a dense float64 answer: shuffled pages, unaligned lengths, any head
+layout.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_padded_tokens_write_only_to_the_padding_slot() -> None:
 
 
 def test_nan_in_unread_pages_does_not_leak() -> None:
-    """A masked key of weight 0 times NaN is NaN: what lies in the padding block must never be gathered."""
+    """A masked key of weight 0 times NaN is NaN: what lies in the padding block must never be
+    gathered.
+    """
     problem = make_problem([3, 60], [2, 2])
     problem.k_cache[-1] = float("nan")
     problem.v_cache[-1] = float("nan")

@@ -1,4 +1,6 @@
-"""On a CUDA device: flash_attn against the contract, the whole engine on it, noise and rules against the CPU."""
+"""On a CUDA device: flash_attn against the contract, the whole engine on it, noise and rules
+against the CPU.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def flash() -> AttentionBackend:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("layout", HEADS)
 def test_flash_decode_and_verify_rows(layout: str, head_dim: int, dtype: torch.dtype) -> None:
-    """flash_attn_with_kvcache with in-kernel append, q from 1 to 9, lengths around the page size."""
+    """flash_attn_with_kvcache with in-kernel append, q from 1 to 9, lengths around the page
+    size.
+    """
     for q_len in range(1, 10):
         problem = make_problem(
             [0, 5, 250, 255, 256, 700],

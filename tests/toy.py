@@ -1,4 +1,6 @@
-"""A toy language model whose KV entry of a slot *is* the token id: every paging error changes its next-token law."""
+"""A toy language model whose KV entry of a slot *is* the token id: every paging error changes its
+next-token law.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def context_hash(token_ids: Sequence[int], order: int | None) -> int:
 
 
 def _hashes(ids: Tensor, order: int | None) -> Tensor:
-    """Hash of each prefix of ids [B, L] (order None), or of its last `order` tokens: [B, L] int64, not negative."""
+    """Hash of each prefix of ids [B, L] (order None), or of its last `order` tokens: [B, L] int64,
+    not negative.
+    """
     length = ids.shape[1]
     if order is None:
         weights = torch.cumprod(torch.full((length,), 6364136223846793005), 0)
@@ -131,12 +135,12 @@ def build_engine(
         proposer_max_len=proposer.max_model_len,
     )
     verifier = TargetModelVerifier(target, rule)
-    return Engine(
-        target, proposer, verifier, pool, scheduler, tokenizer=tokenizer, eos_ids=eos_ids
-    )
+    return Engine(target, proposer, verifier, pool, scheduler, tokenizer=tokenizer, eos_ids=eos_ids)
 
 
-def run(engine: Engine, *, check: Callable[[Engine], None] | None = None, limit: int = 100_000) -> list[Request]:
+def run(
+    engine: Engine, *, check: Callable[[Engine], None] | None = None, limit: int = 100_000
+) -> list[Request]:
     """Step until nothing is left; returns the requests in the order in which they finished."""
     finished: list[Request] = []
     for _ in range(limit):
@@ -171,7 +175,9 @@ def _audit_model(model: Any, seq: Seq, num_valid: int) -> None:
     assert flat[:num_valid].long().tolist() == seq.token_ids[:num_valid], "KV differs from tokens"
 
 
-def plain_greedy(law: Law, prompt: Sequence[int], num_tokens: int, order: int | None = None) -> list[int]:
+def plain_greedy(
+    law: Law, prompt: Sequence[int], num_tokens: int, order: int | None = None
+) -> list[int]:
     """Greedy decoding without any engine."""
     ids = list(prompt)
     for _ in range(num_tokens):

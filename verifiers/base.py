@@ -11,22 +11,26 @@ from torch import Tensor
 from specdec.decode_state import DecodeState
 from specdec.proposers.base import Draft
 
-# (target_probs [B, K+1, V], draft_probs [B, K, V] or None = one-hot, draft_token_ids [B, K], num_draft_tokens [B],
-#  accept_uniforms [B, K+1], recover_uniforms [B, K+1]) -> (num_accepted [B], next_token_ids [B])
+# (target_probs [B, K+1, V], draft_probs [B, K, V] or None = one-hot, draft_token_ids [B, K],
+# num_draft_tokens [B],  accept_uniforms [B, K+1], recover_uniforms [B, K+1]) -> (num_accepted [B],
+# next_token_ids [B])
 AcceptanceRule = Callable[
     [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
 ]
 
 
-BAD_LOGITS = 1  # Verdict.failed: the target's logits were NaN or infinite, or the request's rules left no token
-BAD_DRAFT = 2  # Verdict.failed: a drafted id is outside the target's vocabulary
+# Values of Verdict.failed
+BAD_LOGITS = 1  # NaN or infinite target logits, or the request's rules left no token
+BAD_DRAFT = 2  # a drafted id is outside the target's vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of one decode step, on the device until the host reads it."""
 
-    token_ids: Tensor  # [rows, K + 1] int64: accepted drafts, then the recovered or bonus token, then -1
+    token_ids: (
+        Tensor  # [rows, K + 1] int64: accepted drafts, then the recovered or bonus token, then -1
+    )
     num_accepted_tokens: Tensor  # [rows] int64
     failed: Tensor  # [rows] int64: 0, BAD_LOGITS or BAD_DRAFT
     logits: Tensor  # [rows, K + 1, vocab] float32, the target's raw logits, for log-probabilities

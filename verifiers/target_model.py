@@ -1,4 +1,6 @@
-"""TargetModelVerifier: one forward of the target over last token + K drafts, then an acceptance rule."""
+"""TargetModelVerifier: one forward of the target over last token + K drafts, then an acceptance
+rule.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from specdec.verifiers.greedy import greedy
 
 
 class TargetModelVerifier(Verifier):
-    """Verifies with the request's own sampling pipeline at each position; greedy-only batches skip distributions."""
+    """Verifies with the request's own sampling pipeline at each position; greedy-only batches skip
+    distributions.
+    """
 
     name = "target_model"
 
@@ -42,7 +46,8 @@ class TargetModelVerifier(Verifier):
                 state.uniforms.accept[:, :width],
                 state.uniforms.recover[:, :width],
             )
-        # A bad position counts only if the kept run reaches it: behind a refused draft nobody reads it.
+        # A bad position counts only if the kept run reaches it: behind a refused draft nobody reads
+        # it.
         offsets = torch.arange(num_drafts + 1, device=state.device)
         failed = (bad & (offsets <= accepted[:, None])).any(dim=1).long() * BAD_LOGITS
         drafted = offsets[:num_drafts] < draft.num_draft_tokens[:, None]
@@ -53,7 +58,9 @@ class TargetModelVerifier(Verifier):
     def _forward(self, state: DecodeState, draft: Draft) -> Tensor:
         """Raw logits [rows, K + 1, V]: position j is the target's law behind draft j."""
         num_drafts = draft.max_num_draft_tokens
-        token_ids = torch.cat((state.last_token_ids[:, 1:], draft.token_ids.clamp(0, state.vocab_size - 1)), dim=1)
+        token_ids = torch.cat(
+            (state.last_token_ids[:, 1:], draft.token_ids.clamp(0, state.vocab_size - 1)), dim=1
+        )
         batch = state.append_batch(
             token_ids,
             state.seq_lens - 1,

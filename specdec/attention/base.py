@@ -65,10 +65,12 @@ class AttentionBackend(ABC):
         Args:
             q: [num_tokens, num_heads, head_dim], rotary already applied.
             k, v: [num_tokens, num_kv_heads, head_dim]; num_heads is a multiple of num_kv_heads.
-            k_cache, v_cache: [num_blocks + 1, block_size, num_kv_heads, head_dim], written in place.
+            k_cache, v_cache: [num_blocks + 1, block_size, num_kv_heads, head_dim], written in
+                place.
             batch: where the tokens go and what they see; `batch.plan` is this backend's plan.
             options: scale, window, softcap.
 
         Returns:
-            [num_tokens, num_heads, head_dim] in q's dtype. Rows of padded tokens are arbitrary but finite.
+            [num_tokens, num_heads, head_dim] in q's dtype. Rows of padded tokens are arbitrary but
+            finite.
         """

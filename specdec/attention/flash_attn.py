@@ -1,7 +1,7 @@
 """flash_attn: FlashAttention-2 (arXiv 2307.08691) over paged KV, fp16 / bf16 on CUDA.
 
-Decode batches (one q for all rows) go through `flash_attn_with_kvcache`, which appends in the kernel; ragged ones through a
-scatter write and `flash_attn_varlen_func` with a block table.
+Decode batches (one q for all rows) go through `flash_attn_with_kvcache`, which appends in the
+kernel; ragged ones through a scatter write and `flash_attn_varlen_func` with a block table.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ MIN_VERSION = (2, 5)
 
 @cache
 def flash_module() -> ModuleType:
-    """The flash_attn package. Raises ImportError, with what to install, if it is missing or too old."""
+    """The flash_attn package. Raises ImportError, with what to install, if it is missing or too
+    old.
+    """
     remedy = "install it with: pip install 'flash-attn>=2.5' (CUDA, built against your torch)"
     try:
         module = importlib.import_module("flash_attn")
         version = tuple(int(part) for part in module.__version__.split(".")[:2])
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"attention='flash_attn' needs the package flash-attn ({error}); {remedy}") from error
+        raise ImportError(
+            f"attention='flash_attn' needs the package flash-attn ({error}); {remedy}"
+        ) from error
     if version < MIN_VERSION:
-        raise ImportError(f"flash-attn is {module.__version__}, paged KV needs 2.5 or newer; {remedy}")
+        raise ImportError(
+            f"flash-attn is {module.__version__}, paged KV needs 2.5 or newer; {remedy}"
+        )
     return module
 
 
@@ -84,7 +90,7 @@ class FlashAttnBackend(AttentionBackend):
         if options.softcap is not None:
             common["softcap"] = options.softcap
         if batch.plan is None:
-            rows = (batch.num_seqs, batch.q_len)
+            rows = (batch.num_seqs, batch.max_seqlen_q)
             out = self._flash.flash_attn_with_kvcache(
                 q.view(*rows, *q.shape[1:]),
                 k_cache,

@@ -1,4 +1,6 @@
-"""reference: torch on any device. Gathers each row's keys through the block table, then attends densely."""
+"""reference: torch on any device. Gathers each row's keys through the block table, then attends
+densely.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from specdec.sequence import blocks_for
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows of equal q, attended together. Keys are gathered whole blocks at a time, the surplus is masked."""
+    """Rows of equal q, attended together. Keys are gathered whole blocks at a time, the surplus is
+    masked.
+    """
 
     tokens: slice  # their rows in the flat batch
     num_rows: int
@@ -24,7 +28,9 @@ class RowGroup:
     blocks: Tensor  # [num_rows * num_blocks] int64
     query_positions: Tensor  # [num_rows, q_len] int64
     num_keys: int  # num_blocks * block_size
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # window -> [num_rows, 1, q_len, num_keys]
+    masks: dict[int | None, Tensor] = field(
+        default_factory=dict
+    )  # window -> [num_rows, 1, q_len, num_keys]
     scratch: list[Tensor] = field(default_factory=list)  # gathered K and V, reused by every layer
 
     def mask(self, window: int | None) -> Tensor:
@@ -39,14 +45,18 @@ class RowGroup:
         return self.masks[window]
 
     def gather(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of the rows, [num_rows, num_kv_heads, num_keys, head_dim] each (strided views)."""
+        """K and V of the rows, [num_rows, num_kv_heads, num_keys, head_dim] each (strided
+        views).
+        """
         if not self.scratch:
             shape = (self.blocks.shape[0], *k_cache.shape[1:])
             self.scratch = [k_cache.new_empty(shape), v_cache.new_empty(shape)]
         for cache, out in zip((k_cache, v_cache), self.scratch, strict=True):
             torch.index_select(cache, 0, self.blocks, out=out)
         view = (self.num_rows, self.num_keys, *k_cache.shape[2:])
-        return self.scratch[0].view(view).transpose(1, 2), self.scratch[1].view(view).transpose(1, 2)
+        return self.scratch[0].view(view).transpose(1, 2), self.scratch[1].view(view).transpose(
+            1, 2
+        )
 
 
 class ReferenceBackend(AttentionBackend):
@@ -61,14 +71,19 @@ class ReferenceBackend(AttentionBackend):
         return (16, 32, 64, 128, 256)
 
     def plan(self, batch: ForwardBatch, block_size: int, padding_block: int) -> list[RowGroup]:
-        # Beyond its own blocks a row reads its first block again: finite, and masked like any other surplus key.
-        table = torch.where(batch.block_table == padding_block, batch.block_table[:, :1], batch.block_table)
+        # Beyond its own blocks a row reads its first block again: finite, and masked like any other
+        # surplus key.
+        table = torch.where(
+            batch.block_table == padding_block, batch.block_table[:, :1], batch.block_table
+        )
         if batch.q_len is not None:
             return [_group(batch, table, block_size, 0, batch.num_seqs, 0, batch.max_seqlen_k)]
         groups = []
         first_token = 0
         for row, (start, length) in enumerate(batch.spans):
-            groups.append(_group(batch, table, block_size, row, row + 1, first_token, start + length))
+            groups.append(
+                _group(batch, table, block_size, row, row + 1, first_token, start + length)
+            )
             first_token += length
         return groups
 
@@ -96,17 +111,26 @@ class ReferenceBackend(AttentionBackend):
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Masked attention of q [B, H, Q, D] over k, v [B, Hkv, L, D]; mask [B, 1, Q, L], True = visible."""
+    """Masked attention of q [B, H, Q, D] over k, v [B, Hkv, L, D]; mask [B, 1, Q, L], True =
+    visible.
+    """
     if options.softcap is None:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=options.softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            scale=options.softmax_scale,
+            enable_gqa=k.shape[1] != q.shape[1],
         )
     batch, heads, q_len, dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, q_len, dim)  # [B, Hkv, G, Q, D]
     scores = torch.einsum("bhgqd,bhld->bhgql", grouped, k).float() * options.softmax_scale
     scores = options.softcap * torch.tanh(scores / options.softcap)
     weights = torch.softmax(scores.masked_fill(~mask[:, :, None], float("-inf")), dim=-1)
-    return torch.einsum("bhgql,bhld->bhgqd", weights.to(v.dtype), v).reshape(batch, heads, q_len, dim)
+    return torch.einsum("bhgql,bhld->bhgqd", weights.to(v.dtype), v).reshape(
+        batch, heads, q_len, dim
+    )
 
 
 def _group(

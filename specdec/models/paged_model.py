@@ -1,4 +1,6 @@
-"""PagedModel: one language model's forward over the paged pool. TransformersModel runs transformers' own modules."""
+"""PagedModel: one language model's forward over the paged pool. TransformersModel runs
+transformers' own modules.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class PagedModel(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Append the batch's tokens to the cache; float32 logits [num_logits, vocab_size] of batch.logits_indices."""
+        """Append the batch's tokens to the cache; float32 logits [num_logits, vocab_size] of
+        batch.logits_indices.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,9 @@ class PagedCall:
 
 
 class TransformersModel(PagedModel):
-    """Any transformers family whose attention goes through AttentionInterface; weights are used in place."""
+    """Any transformers family whose attention goes through AttentionInterface; weights are used in
+    place.
+    """
 
     def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
         config = model.config
@@ -87,7 +93,9 @@ def paged_attention(
     specdec_call: PagedCall | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers' attention modules call: query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D]."""
+    """The function transformers' attention modules call: query [1, H, T, D], key, value [1, Hkv, T,
+    D] -> [1, T, H, D].
+    """
     family = type(module).__name__
     if specdec_call is None:
         raise ValueError(
@@ -96,7 +104,9 @@ def paged_attention(
         )
     for name in ("s_aux", "sinks", "position_bias", "indices"):
         if extra.get(name) is not None:
-            raise ValueError(f"{family} passes {name!r} to its attention, which paged KV does not support")
+            raise ValueError(
+                f"{family} passes {name!r} to its attention, which paged KV does not support"
+            )
     cache, batch = specdec_call.cache, specdec_call.batch
     layer = module.layer_idx
     options = AttentionOptions(

@@ -10,8 +10,8 @@ def check_vocabularies(
 ) -> None:
     """Raise ValueError, showing the first differing token, unless both tokenizers map ids alike.
 
-    One may have more ids than the other (padding, added tokens): those have q = 0 and come from the target alone.
-    Without tokenizers (dummy weights) ids are taken to agree.
+    One may have more ids than the other (padding, added tokens): those have q = 0 and come from the
+    target alone. Without tokenizers (dummy weights) ids are taken to agree.
     """
     if target_tokenizer is None or draft_tokenizer is None:
         return
@@ -23,6 +23,7 @@ def check_vocabularies(
             break
         if target[i] != draft[i]:
             raise ValueError(
-                f"draft and target have different vocabularies: token {i} is {draft[i]!r} in the draft and {target[i]!r} "
+                f"draft and target have different vocabularies: token {i} is {draft[i]!r} in "
+                f"the draft and {target[i]!r} "
                 f"in the target; use a draft with the target's tokenizer"
             )
