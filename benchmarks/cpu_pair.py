@@ -1,12 +1,14 @@
-"""Does speculation pay on a CPU? One target, greedy: this engine at K = 0 and with n-gram drafts, beside transformers.
+"""Does speculation pay on a CPU? One greedy target: K = 0, n-gram drafts, and transformers.
 
     python benchmarks/cpu_pair.py
 
-Every contender sees the same prompts and stops at the same end tokens. First each runs once (this is the warm-up, and it
-picks the best K of each library on the prompts of one batch, at least half of them); then plain decoding and the best K of
-each library run `--repeats` times in turn, and ratios are taken inside one repeat. A second pass over the prompts that
-emits one token each gives the prefill time, so "decode" is the rest. No prefix cache, since the repeats share prompts.
-Texts are compared with transformers' plain fp32 run, token by token.
+Every contender sees the same prompts and stops at the same end tokens. First each runs once; that
+is the warm-up, and it picks the best K of each library on at least half of the prompts. Then plain
+decoding and the best K of each library run `--repeats` times in turn, and ratios are taken inside
+one repeat. A second pass that emits one token a prompt gives the prefill time; "decode" is the
+rest. The prefix cache is off, since repeats share their prompts. Texts are compared, token by
+token, with transformers' plain fp32 run at batch 1. A pass during which other processes took more
+than `--quiet` of the processors is run again, at most twice; what stays disturbed is marked.
 """
 
 from __future__ import annotations
@@ -21,22 +23,27 @@ from typing import Any
 import torch
 from common import (
     RESULTS,
+    Ids,
     Spread,
+    encode,
+    equality,
     header,
     header_text,
     read_prompts,
     save_json,
+    say,
     table,
     timed,
+    transformers_generate,
+    wait_until_quiet,
 )
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from specdec import LLM, SamplingParams
 from specdec.models.loading import eos_token_ids, resolve_source
 
 QUESTION = "Greedy decoding on a CPU: plain, n-gram drafts, and transformers doing the same"
 COUNTS = ("num_target_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
-Ids = list[int]
 
 
 @dataclass(slots=True)
@@ -77,6 +84,7 @@ class Pass:
     num_tokens: int
     prefill_seconds: float
     answers: Answers
+    disturbance: float = 0.0  # share of the processors that other processes used
 
     @property
     def rate(self) -> float:
@@ -84,7 +92,7 @@ class Pass:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens behind the first of each prompt, by the time that prefill and first token do not take."""
+        """Tokens behind each prompt's first, by the time behind prefill and first token."""
         rest = self.num_tokens - len(self.answers.token_ids)
         return rest / max(self.seconds - self.prefill_seconds, 1e-9)
 
@@ -93,6 +101,7 @@ class Pass:
             "seconds": round(self.seconds, 4),
             "prefill_seconds": round(self.prefill_seconds, 4),
             "num_tokens": self.num_tokens,
+            "disturbance": round(self.disturbance, 3),
         }
 
 
@@ -124,7 +133,7 @@ def transformers_contenders(
 
     def runner(model: Any, k: int) -> Callable[[list[Ids], int], Answers]:
         def run(prompts: list[Ids], max_tokens: int) -> Answers:
-            return Answers(hf_generate(model, prompts, max_tokens, eos_ids, k))
+            return Answers(transformers_generate(model, prompts, max_tokens, eos_ids, k))
 
         return run
 
@@ -142,36 +151,13 @@ def transformers_contenders(
     return found
 
 
-@torch.inference_mode()
-def hf_generate(
-    model: Any, prompts: list[Ids], max_tokens: int, eos_ids: Sequence[int], lookup: int
-) -> list[Ids]:
-    """New tokens of transformers' greedy generate, prompts padded on the left, cut behind the first end token."""
-    width = max(len(prompt) for prompt in prompts)
-    pad = eos_ids[0] if eos_ids else 0
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_tokens,
-        pad_token_id=pad,
-        eos_token_id=list(eos_ids) or None,
-        prompt_lookup_num_tokens=lookup or None,
-    )
-    rows = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    return [cut(row[:max_tokens], eos_ids) for row in rows]
+def measure(
+    contender: Contender, prompts: list[Ids], batch: int, max_tokens: int, quiet: float = 1.0
+) -> Pass:
+    """Time all prompts, batch after batch, then once more for the first token alone.
 
-
-def cut(token_ids: Ids, eos_ids: Sequence[int]) -> Ids:
-    """The tokens up to and with the first end token."""
-    for at, token in enumerate(token_ids):
-        if token in eos_ids:
-            return token_ids[: at + 1]
-    return token_ids
-
-
-def measure(contender: Contender, prompts: list[Ids], batch: int, max_tokens: int) -> Pass:
-    """Time all prompts, batch after batch, then once more for the first token alone."""
+    Repeated, at most twice, if other processes used more than `quiet` of the processors meanwhile.
+    """
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
 
     def whole(num_tokens: int) -> Answers:
@@ -180,21 +166,28 @@ def measure(contender: Contender, prompts: list[Ids], batch: int, max_tokens: in
             answers.add(contender.run(group, num_tokens))
         return answers
 
-    seconds, answers = timed(lambda: whole(max_tokens))
-    prefill_seconds, _ = timed(lambda: whole(1))
-    return Pass(seconds, sum(len(ids) for ids in answers.token_ids), prefill_seconds, answers)
+    for last in (False, False, True):
+        wait_until_quiet(quiet, 120.0)
+        time, answers = timed(lambda: whole(max_tokens))
+        prefill, _ = timed(lambda: whole(1))
+        disturbance = max(time.disturbance, prefill.disturbance)
+        if disturbance <= quiet or last:
+            break
+        say(f"batch {batch}  disturbed {contender.name:40} others used {disturbance:.0%}")
+    num_tokens = sum(len(ids) for ids in answers.token_ids)
+    return Pass(time.seconds, num_tokens, prefill.seconds, answers, disturbance)
 
 
 def select(
-    contenders: list[Contender], prompts: list[Ids], batch: int, max_tokens: int
+    contenders: list[Contender], prompts: list[Ids], batch: int, max_tokens: int, quiet: float
 ) -> tuple[list[Contender], list[dict[str, Any]]]:
-    """Run each contender once and keep plain ones and, of each library's speculating ones, the quickest."""
+    """Run each once; keep plain ones and, of each library's speculating ones, the quickest."""
     some = prompts[: max(batch, -(-len(prompts) // 2))]
     best: dict[tuple[str, str, str], tuple[float, Contender]] = {}
     log = []
     for contender in contenders:
         contender.run(some[:batch], min(8, max_tokens))  # first calls allocate
-        once = measure(contender, some, batch, max_tokens)
+        once = measure(contender, some, batch, max_tokens, quiet)
         say(f"batch {batch}  once      {contender.name:40} {once.rate:7.2f} tokens/s")
         log.append({"batch": batch, "contender": contender.name, **once.as_dict()})
         key = (contender.library, contender.method, contender.dtype)
@@ -204,36 +197,21 @@ def select(
 
 
 def compare(
-    contenders: list[Contender], prompts: list[Ids], batch: int, max_tokens: int, repeats: int
+    contenders: list[Contender],
+    prompts: list[Ids],
+    batch: int,
+    max_tokens: int,
+    quiet: float,
+    repeats: int,
 ) -> dict[str, list[Pass]]:
     """`repeats` passes of each contender, in turn, so that a slow minute falls on all."""
     passes: dict[str, list[Pass]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
         for contender in contenders:
-            one = measure(contender, prompts, batch, max_tokens)
+            one = measure(contender, prompts, batch, max_tokens, quiet)
             passes[contender.name].append(one)
             say(f"batch {batch}  repeat {repeat + 1}  {contender.name:40} {one.rate:7.2f} tokens/s")
     return passes
-
-
-def equality(reference: list[Ids], passes: Sequence[Pass]) -> dict[str, Any]:
-    """In how many prompts all repeats gave the reference's tokens, and where the others first differ."""
-    differences = []
-    for number, expected in enumerate(reference):
-        for one in passes:
-            got = one.answers.token_ids[number]
-            if got != expected:
-                pairs = zip(got, expected, strict=False)
-                same = next(
-                    (i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected))
-                )
-                differences.append({"prompt": number, "first_difference": same})
-                break
-    return {
-        "num_equal": len(reference) - len(differences),
-        "num_prompts": len(reference),
-        "differences": differences,
-    }
 
 
 def summarise(
@@ -264,7 +242,8 @@ def summarise(
                 "decode_tokens_per_second": Spread.of(one.decode_rate for one in own).as_dict(),
                 "ratio_to_transformers_plain": ratio(hf_plain),
                 "ratio_to_specdec_plain": ratio(own_plain),
-                "equality": equality(reference, own),
+                "equality": equality(reference, [one.answers.token_ids for one in own]),
+                "disturbance": round(max(one.disturbance for one in own), 3),
                 "counts": own[0].answers.counts,
                 "passes": [one.as_dict() for one in own],
             }
@@ -309,13 +288,6 @@ def result_table(results: list[dict[str, Any]]) -> str:
     return table(columns, rows)
 
 
-def encode(llm: LLM, text: str) -> Ids:
-    """A prompt as a chat turn, or raw where the model has no chat template."""
-    if getattr(llm.tokenizer, "chat_template", None):
-        return llm.chat_token_ids([{"role": "user", "content": text}])
-    return llm.encode(text)
-
-
 def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The whole benchmark, as the data that is saved."""
     result: dict[str, Any] = {"header": header(QUESTION, command, seeds=[])}
@@ -351,16 +323,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     expected = [reference([ids], args.max_tokens).token_ids[0] for ids in encoded]
     for batch in args.batch:
         able = [c for c in contenders if c.max_batch is None or batch <= c.max_batch]
-        chosen, log = select(able, encoded, batch, args.max_tokens)
-        passes = compare(chosen, encoded, batch, args.max_tokens, args.repeats)
+        work = (encoded, batch, args.max_tokens, args.quiet)
+        chosen, log = select(able, *work)
+        passes = compare(chosen, *work, args.repeats)
         result["selection"] += log
         result["results"] += summarise(chosen, passes, batch, expected)
     return result
-
-
-def say(text: str) -> None:
-    """Progress, beside the table on stdout."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -369,7 +337,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--target", default="smollm2-135m", help="alias or folder (default: smollm2-135m)"
     )
     parser.add_argument(
-        "--prompts", type=Path, help='.jsonl with {"prompt"} or {"turns"}; default: built in'
+        "--prompts", type=Path, help='.jsonl with "prompt" or "turns"; default: built in'
     )
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument(
@@ -383,6 +351,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--lookup", type=int, nargs="+", default=[3, 7], help="K to try, transformers"
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=0.1,
+        help="share of the processors left to others (default 0.1)",
+    )
     parser.add_argument("--bf16", action="store_true", help="also transformers plain in bfloat16")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--name", default="cpu_pair", help="name of the JSON")

@@ -4,6 +4,7 @@ against the CPU.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import pytest
@@ -24,7 +25,7 @@ needs_flash = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
 )
 HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (8, 1)}
-TIE = 0.06  # bf16 logits of these models differ by less between kernels
+TIE = 0.15  # two bf16 steps at these logits (8 to 16); kernels differ by no more
 
 
 def flash() -> AttentionBackend:
@@ -120,9 +121,11 @@ def greedy_texts(model, backend, prompts, draft, num_draft_tokens, block_size): 
 
 
 def top_two_margin(model, token_ids):  # type: ignore[no-untyped-def]
-    model.set_attn_implementation("sdpa")
+    """The exact margin: the same weights in float32."""
+    exact = copy.deepcopy(model).float()
+    exact.set_attn_implementation("sdpa")
     with torch.inference_mode():
-        logits = model(torch.tensor([token_ids], device=model.device)).logits[0, -1].float()
+        logits = exact(torch.tensor([token_ids], device=model.device)).logits[0, -1]
     best = logits.topk(2).values
     return (best[0] - best[1]).item()
 

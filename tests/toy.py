@@ -12,11 +12,12 @@ from torch import Tensor
 
 from specdec.batch import ForwardBatch
 from specdec.block_pool import BlockPool
+from specdec.decode_state import DecodeState
 from specdec.engine import Engine
 from specdec.kv_cache import KVLayout
 from specdec.models.paged_model import PagedModel
 from specdec.outputs import Request
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Draft, Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.none import NoProposer
 from specdec.scheduler import Scheduler
@@ -184,3 +185,78 @@ def plain_greedy(
         logits = law(torch.tensor([context_hash(ids, order)]))[0]
         ids.append(int(logits.argmax()))
     return ids[len(prompt) :]
+
+
+def constant_law(logits: Sequence[float]) -> Law:
+    """The same logits behind every context."""
+    row = torch.tensor(logits, dtype=torch.float32)
+    return lambda hashes: row.expand(len(hashes), -1)
+
+
+def chain_law(vocab_size: int, follows: dict[int, int], *, peak: float = 60.0) -> Law:
+    """Token t is followed by follows[t] (t + 1 if absent) with probability 1 in float32; for models
+    of order 1.
+    """
+    table = torch.zeros(vocab_size, vocab_size)
+    for token in range(vocab_size):
+        table[token, follows.get(token, (token + 1) % vocab_size)] = peak
+    return lambda hashes: table[hashes - 1]
+
+
+def blended_law(law: Law, other: Law, every: int) -> Law:
+    """`law`, but `other` behind one context in `every`."""
+    return lambda hashes: torch.where((hashes % every == 0)[:, None], other(hashes), law(hashes))
+
+
+class ScriptedProposer(Proposer):
+    """Host-side one-hot drafts: draft(committed token ids, limit) per row, never above the
+    limit.
+    """
+
+    name = "scripted"
+
+    def __init__(self, draft: Callable[[list[int], int], Sequence[int]]) -> None:
+        self._draft = draft
+
+    def propose(self, state: DecodeState) -> Draft:
+        rows = zip(state.seqs, state.num_draft_tokens, strict=True)
+        drafts = [list(self._draft(list(s.token_ids), k))[:k] if k else [] for s, k in rows]
+        return Draft.from_lists(drafts, state.device)
+
+
+class WordTokenizer:
+    """Token i is words[i]; texts are joined as they are."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = list(words)
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return "".join(self._words[i] for i in token_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = []
+        while text:
+            best = max((w for w in self._words if w and text.startswith(w)), key=len)
+            ids.append(self._words.index(best))
+            text = text[len(best) :]
+        return ids
+
+
+def chi_squared_excess(counts: Tensor, expected: Tensor) -> float:
+    """Chi-squared less its bound dof + 5 sqrt(2 dof), over the bound: above 0 is a failure.
+
+    counts and expected [cells]; cells of expectation under 5 are merged, and a count where nothing
+    is expected fails.
+    """
+    counts, expected = counts.double().flatten(), expected.double().flatten()
+    if bool((counts[expected == 0] > 0).any()):
+        return float("inf")
+    order = expected.argsort(descending=True)
+    counts, expected = counts[order], expected[order]
+    num_large = int((expected >= 5).sum())
+    last = num_large if float(expected[num_large:].sum()) >= 5 else num_large - 1
+    counts = torch.cat((counts[:last], counts[last:].sum()[None]))
+    expected = torch.cat((expected[:last], expected[last:].sum()[None]))
+    dof = len(expected) - 1
+    bound = dof + 5 * (2 * dof) ** 0.5
+    return float(((counts - expected) ** 2 / expected).sum()) / bound - 1

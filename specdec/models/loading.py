@@ -52,9 +52,14 @@ class ModelSource:
     load_format: str = "auto"  # auto | dummy
     revision: str | None = None
     trust_remote_code: bool = False
+    local_files_only: bool = False  # the model is in memory already: nothing is fetched for it
 
     def hub_options(self) -> dict[str, Any]:
-        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        return {
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "local_files_only": self.local_files_only,
+        }
 
 
 def resolve_source(
@@ -100,8 +105,9 @@ def resolve_source(
 
 def source_from_model(model: PreTrainedModel) -> ModelSource:
     """The source of a model that is in memory already."""
-    name = model.config.name_or_path or type(model).__name__
-    return ModelSource(name, name, model.config)
+    path = model.config.name_or_path
+    name = path or type(model).__name__
+    return ModelSource(name, path, model.config, local_files_only=True)
 
 
 def load_model(
@@ -126,7 +132,11 @@ def load_model(
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """The tokenizer beside the weights; None for a source without one (dummy weights)."""
+    """The tokenizer beside the weights; None for a source without one (dummy weights, or a model
+    built in memory).
+    """
+    if not source.path:
+        return None
     try:
         return AutoTokenizer.from_pretrained(source.path, **source.hub_options())
     except (OSError, ValueError, KeyError, TypeError) as error:
