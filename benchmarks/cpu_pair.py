@@ -4,11 +4,11 @@
 
 Every contender sees the same prompts and stops at the same end tokens. First each runs once; that
 is the warm-up, and it picks the best K of each library on at least half of the prompts. Then plain
-decoding and the best K of each library run `--repeats` times in turn, and ratios are taken inside
-one repeat. A second pass that emits one token a prompt gives the prefill time; "decode" is the
-rest. The prefix cache is off, since repeats share their prompts. Texts are compared, token by
-token, with transformers' plain fp32 run at batch 1. A pass during which other processes took more
-than `--quiet` of the processors is run again, at most twice; what stays disturbed is marked.
+decoding and the best K of each library run `--repeats` times, taking turns at each batch, and
+ratios are taken inside one repeat. A second run that emits one token a prompt gives the prefill
+time; "decode" is the rest. The prefix cache is off, since repeats share their prompts. Texts are
+compared, token by token, with transformers' plain fp32 run at batch 1. A batch during which other
+processes took more than `--quiet` of the processors is run again; what stays disturbed is marked.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ class Pass:
     answers: Answers
     disturbance: float = 0.0  # share of the processors that other processes used
 
+    def add(self, other: Pass) -> None:
+        """Join another batch's figures."""
+        self.seconds += other.seconds
+        self.num_tokens += other.num_tokens
+        self.prefill_seconds += other.prefill_seconds
+        self.answers.add(other.answers)
+        self.disturbance = max(self.disturbance, other.disturbance)
+
     @property
     def rate(self) -> float:
         return self.num_tokens / self.seconds
@@ -151,49 +159,21 @@ def transformers_contenders(
     return found
 
 
-def measure(
-    contender: Contender, prompts: list[Ids], batch: int, max_tokens: int, quiet: float = 1.0
-) -> Pass:
-    """Time all prompts, batch after batch, then once more for the first token alone.
+def measure(contender: Contender, group: list[Ids], max_tokens: int, quiet: float) -> Pass:
+    """Time one batch, then once more for its first token alone.
 
-    Repeated, at most twice, if other processes used more than `quiet` of the processors meanwhile.
+    Repeated, at most four times, if other processes used more than `quiet` of the processors.
     """
-    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-
-    def whole(num_tokens: int) -> Answers:
-        answers = Answers()
-        for group in groups:
-            answers.add(contender.run(group, num_tokens))
-        return answers
-
-    for last in (False, False, True):
-        wait_until_quiet(quiet, 120.0)
-        time, answers = timed(lambda: whole(max_tokens))
-        prefill, _ = timed(lambda: whole(1))
+    for tries_left in range(4, -1, -1):
+        time, answers = timed(lambda: contender.run(group, max_tokens))
+        prefill, _ = timed(lambda: contender.run(group, 1))
         disturbance = max(time.disturbance, prefill.disturbance)
-        if disturbance <= quiet or last:
+        if disturbance <= quiet or not tries_left:
             break
-        say(f"batch {batch}  disturbed {contender.name:40} others used {disturbance:.0%}")
+        say(f"again: others used {disturbance:.0%} during {contender.name}")
+        wait_until_quiet(quiet, 120.0)
     num_tokens = sum(len(ids) for ids in answers.token_ids)
     return Pass(time.seconds, num_tokens, prefill.seconds, answers, disturbance)
-
-
-def select(
-    contenders: list[Contender], prompts: list[Ids], batch: int, max_tokens: int, quiet: float
-) -> tuple[list[Contender], list[dict[str, Any]]]:
-    """Run each once; keep plain ones and, of each library's speculating ones, the quickest."""
-    some = prompts[: max(batch, -(-len(prompts) // 2))]
-    best: dict[tuple[str, str, str], tuple[float, Contender]] = {}
-    log = []
-    for contender in contenders:
-        contender.run(some[:batch], min(8, max_tokens))  # first calls allocate
-        once = measure(contender, some, batch, max_tokens, quiet)
-        say(f"batch {batch}  once      {contender.name:40} {once.rate:7.2f} tokens/s")
-        log.append({"batch": batch, "contender": contender.name, **once.as_dict()})
-        key = (contender.library, contender.method, contender.dtype)
-        if key not in best or once.rate > best[key][0]:
-            best[key] = (once.rate, contender)
-    return [contender for _, contender in best.values()], log
 
 
 def compare(
@@ -204,14 +184,37 @@ def compare(
     quiet: float,
     repeats: int,
 ) -> dict[str, list[Pass]]:
-    """`repeats` passes of each contender, in turn, so that a slow minute falls on all."""
+    """`repeats` passes of each; they take turns at each batch, so a slow minute falls on all."""
     passes: dict[str, list[Pass]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
-        for contender in contenders:
-            one = measure(contender, prompts, batch, max_tokens, quiet)
-            passes[contender.name].append(one)
-            say(f"batch {batch}  repeat {repeat + 1}  {contender.name:40} {one.rate:7.2f} tokens/s")
+        whole = {contender.name: Pass(0.0, 0, 0.0, Answers()) for contender in contenders}
+        for first in range(0, len(prompts), batch):
+            for contender in contenders:
+                group = prompts[first : first + batch]
+                whole[contender.name].add(measure(contender, group, max_tokens, quiet))
+        for name, one in whole.items():
+            passes[name].append(one)
+            say(f"batch {batch}, pass {repeat + 1}: {name:40} {one.rate:7.2f} tokens/s")
     return passes
+
+
+def select(
+    contenders: list[Contender], prompts: list[Ids], batch: int, max_tokens: int, quiet: float
+) -> tuple[list[Contender], list[dict[str, Any]]]:
+    """Run each once; keep plain ones and, of each library's speculating ones, the quickest."""
+    some = prompts[: max(batch, -(-len(prompts) // 2))]
+    for contender in contenders:
+        contender.run(some[:batch], min(8, max_tokens))  # first calls allocate
+    passes = compare(contenders, some, batch, max_tokens, quiet, 1)
+    best: dict[tuple[str, str, str], Contender] = {}
+    for contender in contenders:
+        key = (contender.library, contender.method, contender.dtype)
+        if key not in best or passes[contender.name][0].rate > passes[best[key].name][0].rate:
+            best[key] = contender
+    log = [
+        {"batch": batch, "contender": name, **found[0].as_dict()} for name, found in passes.items()
+    ]
+    return list(best.values()), log
 
 
 def summarise(

@@ -141,8 +141,8 @@ def assemble(
             target_part.source.config.get_text_config().vocab_size,
             parts[1].source.config.get_text_config().vocab_size,
         )
-    head_dims = tuple(kv_shape(p.source.config).head_dim for p in parts)
-    choice = select_backend(config.attention, device, target_part.dtype, head_dims)
+    geometry = [(p.dtype, kv_shape(p.source.config).head_dim) for p in parts]
+    choice = select_backend(config.attention, device, geometry)
     block_size = _block_size(config.block_size, choice)
     memory = _plan(parts, config, device, block_size)
     models = [_load(p, choice, device, memory.num_blocks, block_size) for p in parts]

@@ -5,17 +5,16 @@ from asyncio.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias, overload
 
 from specdec.assembly import ModelName, assemble
 from specdec.config import EngineConfig, SamplingParams, build
+from specdec.driver import Driver, Query
 from specdec.models.default_target import DEFAULT_TARGET
-from specdec.outputs import Request, RequestOutput
+from specdec.outputs import RequestOutput
 from specdec.progress import batch_progress
-from specdec.stats import DEFINITIONS
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -48,9 +47,8 @@ class LLM:
     ) -> None:
         self.config: EngineConfig = build(EngineConfig, options)
         self._progress = progress
-        self._lock = threading.Lock()
         assembled = assemble(target, draft, self.config, tokenizer=tokenizer, progress=progress)
-        self._engine = assembled.engine
+        self._driver = Driver(assembled.engine)
         self.tokenizer = assembled.tokenizer
         self.description = assembled.description
 
@@ -85,13 +83,13 @@ class LLM:
         single = _is_one(prompts)
         todo = [prompts] if single else list(prompts)
         each = _params_per_prompt(params, fields, len(todo))
-        requests = self._add_all(todo, each)
+        requests = self._driver.add(self._queries(todo, each))
         try:
             show = self._progress and not single
             with batch_progress(len(requests)) if show else nullcontext() as advance:
-                self._run(requests, advance)
+                self._driver.run(requests, advance)
         except BaseException:
-            self._abort_all(requests)
+            self._driver.abort_all(requests)
             raise
         outputs = [request.output() for request in requests]
         return outputs[0] if single else outputs
@@ -106,33 +104,35 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
     ) -> Iterator[RequestOutput]:
         """Yield the growing output after each step; leaving the loop early aborts the request."""
-        (request,) = self._add_all([prompt], _params_per_prompt(params, fields, 1))
+        queries = self._queries([prompt], _params_per_prompt(params, fields, 1))
+        (request,) = self._driver.add(queries)
         try:
             seen = -1
             while True:
-                seen, output = self._advance(request, seen)
+                seen, output = self._driver.advance(request, seen)
                 yield output
                 if output.finished:
                     return
         finally:
-            self._abort_all([request])
+            self._driver.abort_all([request])
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in worker threads, the event loop never waits."""
         each = _params_per_prompt(params, fields, 1)
-        (request,) = await asyncio.to_thread(self._add_all, [prompt], each)
+        queries = await asyncio.to_thread(self._queries, [prompt], each)
+        (request,) = await asyncio.to_thread(self._driver.add, queries)
         try:
             seen = -1
             while True:
-                seen, output = await asyncio.to_thread(self._advance, request, seen)
+                seen, output = await asyncio.to_thread(self._driver.advance, request, seen)
                 yield output
                 if output.finished:
                     return
         finally:
             if not request.finished:
-                await asyncio.to_thread(self._abort_all, [request])
+                await asyncio.to_thread(self._driver.abort_all, [request])
 
     async def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
@@ -148,20 +148,13 @@ class LLM:
         """End a request of another thread; it keeps what it has. False if unknown or ended
         already.
         """
-        with self._lock:
-            return self._engine.abort(request_id)
+        return self._driver.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
         """Counts, acceptance and seconds per phase since the start; `specdec.stats.DEFINITIONS`
         says what each means.
         """
-        with self._lock:
-            return self._engine.stats.as_dict()
-
-    @staticmethod
-    def stats_definitions() -> dict[str, str]:
-        """What each figure of stats() counts."""
-        return dict(DEFINITIONS)
+        return self._driver.stats()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt, special tokens added as the tokenizer does."""
@@ -178,51 +171,12 @@ class LLM:
         )
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _add_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[Request]:
-        """Queue all or, if one cannot be served, none."""
-        encoded = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-        requests: list[Request] = []
-        with self._lock:
-            try:
-                for prompt, ids, own in zip(prompts, encoded, params, strict=True):
-                    text = prompt if isinstance(prompt, str) else None
-                    requests.append(self._engine.add(ids, own, prompt=text))
-            except ValueError as error:
-                for request in requests:
-                    self._engine.abort(request.request_id)
-                where = f"prompt {len(requests)}: " if len(prompts) > 1 else ""
-                raise ValueError(f"{where}{error}") from None
-        return requests
-
-    def _run(self, requests: Sequence[Request], advance: Any) -> None:
-        """Step until all are finished. The lock is free between steps, so other threads add, abort
-        and read.
-        """
-        pending = list(requests)
-        while pending:
-            with self._lock:
-                if not all(request.finished for request in pending):
-                    self._engine.step()
-            left = [request for request in pending if not request.finished]
-            if advance is not None:
-                advance(len(pending) - len(left), self._engine.stats)
-            pending = left
-
-    def _advance(self, request: Request, seen: int) -> tuple[int, RequestOutput]:
-        """Step until the request has more than `seen` tokens or is finished."""
-        while True:
-            with self._lock:
-                count = sum(sample.seq.num_output_tokens for sample in request.samples)
-                if count > max(seen, 0) or request.finished:
-                    return count, request.output()
-                self._engine.step()
-
-    def _abort_all(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            for request in requests:
-                self._engine.abort(request.request_id)
+    def _queries(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Query]:
+        """Tokenise text prompts; token ids stay as they are."""
+        return [
+            Query(self.encode(p), own, p) if isinstance(p, str) else Query(list(p), own)
+            for p, own in zip(prompts, params, strict=True)
+        ]
 
 
 def _is_one(prompts: Any) -> bool:

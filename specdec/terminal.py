@@ -111,7 +111,7 @@ def collect_info() -> dict[str, Any]:
         devices.append({"name": f"cuda:{i}", "description": torch.cuda.get_device_name(i)})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    choice = select_backend("auto", device, dtype, (64,))
+    choice = select_backend("auto", device, [(dtype, 64)])
     return {
         "versions": versions,
         "devices": devices,

@@ -94,7 +94,7 @@ def test_batch_of_one_equals_batch_of_many() -> None:
 
 
 def test_auto_names_its_reason_on_the_cpu() -> None:
-    choice = select_backend("auto", torch.device("cpu"), torch.float32, (64,))
+    choice = select_backend("auto", torch.device("cpu"), [(torch.float32, 64)])
     assert choice.backend.name == "reference"
     assert "cpu" in choice.reason
 
@@ -102,9 +102,9 @@ def test_auto_names_its_reason_on_the_cpu() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is here")
 def test_a_missing_backend_names_the_package_to_install() -> None:
     with pytest.raises(ImportError, match=r"pip install 'flash-attn>=2\.5'"):
-        select_backend("flash_attn", torch.device("cpu"), torch.float32, (64,))
+        select_backend("flash_attn", torch.device("cpu"), [(torch.float32, 64)])
 
 
 def test_an_unknown_backend_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'reference'"):
-        select_backend("referense", torch.device("cpu"), torch.float32, (64,))
+        select_backend("referense", torch.device("cpu"), [(torch.float32, 64)])

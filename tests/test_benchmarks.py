@@ -140,7 +140,9 @@ def test_selection_keeps_the_quickest_lookahead(cpu_pair: ModuleType, monkeypatc
     rates = {0: 10.0, 2: 12.0, 5: 11.0}
 
     def contender(method: str, k: int) -> Any:
-        return cpu_pair.Contender("specdec", method, "float32", k, lambda prompts, n: None)
+        return cpu_pair.Contender(
+            "specdec", method, "float32", k, lambda prompts, n: cpu_pair.Answers()
+        )
 
     def measured(contender: Any, *rest: Any) -> Any:
         tokens = int(100 * rates[contender.num_draft_tokens])

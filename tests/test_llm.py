@@ -12,6 +12,7 @@ import pytest
 from tiny_models import save_tiny, tiny_model
 
 from specdec import LLM, RequestOutput, SamplingParams
+from specdec.stats import DEFINITIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -29,7 +30,7 @@ def llm(folders: tuple[Path, Path]) -> LLM:
 
 
 def free_blocks(llm: LLM) -> int:
-    return llm._engine.pool.num_free
+    return llm._driver.engine.pool.num_free
 
 
 def test_one_prompt_gives_one_output_many_give_a_list(llm: LLM) -> None:
@@ -62,7 +63,7 @@ def test_leaving_a_stream_aborts_the_request(llm: LLM) -> None:
         if output.token_ids:
             break
     assert free_blocks(llm) == before
-    assert not llm._engine.scheduler.has_work
+    assert not llm._driver.engine.scheduler.has_work
 
 
 def test_chat_uses_the_template(llm: LLM) -> None:
@@ -142,7 +143,7 @@ def test_a_cancelled_async_stream_frees_its_blocks(llm: LLM) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(main())
-    assert free_blocks(llm) == before and not llm._engine.scheduler.has_work
+    assert free_blocks(llm) == before and not llm._driver.engine.scheduler.has_work
 
 
 def test_wrong_input_is_refused_before_anything_is_queued(llm: LLM) -> None:
@@ -159,7 +160,7 @@ def test_wrong_input_is_refused_before_anything_is_queued(llm: LLM) -> None:
     for args, message in wrong:
         with pytest.raises(ValueError, match=message):
             llm.generate(*args)  # type: ignore[call-overload]
-    assert not llm._engine.scheduler.has_work
+    assert not llm._driver.engine.scheduler.has_work
     assert free_blocks(llm) == before[0]
     assert len(llm.generate("still serving", GREEDY).token_ids) == 20
 
@@ -197,7 +198,7 @@ def test_a_loaded_model_is_used_in_place() -> None:
     model = tiny_model("llama", 0)
     weight = model.get_output_embeddings().weight
     llm = LLM(model, model, progress=False, num_blocks=32)
-    assert llm._engine._target._model.get_output_embeddings().weight is weight  # type: ignore[attr-defined]
+    assert llm._driver.engine._target._model.get_output_embeddings().weight is weight  # type: ignore[attr-defined]
     output = llm.generate([5, 6, 7], GREEDY)
     assert llm.stats()["acceptance_rate"] == 1.0
     assert output.text == "" and llm.tokenizer is None
@@ -216,8 +217,8 @@ def test_stats_add_up(llm: LLM) -> None:
     stats = llm.stats()
     assert stats["num_verified_tokens"] == stats["num_accepted_tokens"] + stats["num_target_steps"]
     assert stats["num_emitted_tokens"] <= stats["num_verified_tokens"]
-    assert set(llm.stats_definitions()) <= set(stats)
-    assert sum(llm._engine.stats.drafted_by_position) == stats["num_draft_tokens"]
+    assert set(DEFINITIONS) <= set(stats)
+    assert sum(llm._driver.engine.stats.drafted_by_position) == stats["num_draft_tokens"]
 
 
 def test_prompt_logprobs_and_logprobs_come_from_the_raw_logits(llm: LLM) -> None:

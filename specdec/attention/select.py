@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,16 +28,16 @@ class Choice:
 
 
 def select_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]
+    name: str, device: torch.device, models: Sequence[tuple[torch.dtype, int]]
 ) -> Choice:
-    """Pick the backend for models with these head dimensions.
+    """Pick the backend for models of these (dtype, head_dim).
 
     A named backend is never replaced: ImportError names the package to install, ValueError says why
     it cannot serve.
     """
     if name != "auto":
         backend = BACKENDS.get(name)()
-        reason = _unsupported(backend, device, dtype, head_dims)
+        reason = _unsupported(backend, device, models)
         if reason:
             raise ValueError(
                 f"attention={name!r} cannot serve this model: {reason}; use attention='auto'"
@@ -49,14 +49,14 @@ def select_backend(
         flash = FlashAttnBackend()
     except ImportError as error:
         return Choice(ReferenceBackend(), str(error))
-    reason = _unsupported(flash, device, dtype, head_dims)
+    reason = _unsupported(flash, device, models)
     if reason:
         return Choice(ReferenceBackend(), reason)
     return Choice(flash, "flash-attn is installed")
 
 
 def _unsupported(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...]
+    backend: AttentionBackend, device: torch.device, models: Sequence[tuple[torch.dtype, int]]
 ) -> str | None:
-    reasons = (backend.supports(device, dtype, head_dim) for head_dim in head_dims)
+    reasons = (backend.supports(device, dtype, head_dim) for dtype, head_dim in models)
     return next((reason for reason in reasons if reason), None)
