@@ -46,6 +46,7 @@ from specdec.proposers.none import NoProposer
 from specdec.registry import Registry
 from specdec.scheduler import Scheduler
 from specdec.verifiers.base import AcceptanceRule
+from specdec.verifiers.greedy import refuse_sampling
 from specdec.verifiers.rejection import rejection
 from specdec.verifiers.target_model import TargetModelVerifier
 
@@ -81,10 +82,6 @@ def _ngram(context: ProposerContext) -> Proposer:
     return NgramProposer(context.config.ngram_min, context.config.ngram_max)
 
 
-def _greedy_rule(*_: Any) -> Any:
-    raise ValueError("acceptance='greedy' serves temperature 0 only; use acceptance='rejection'")
-
-
 PROPOSERS: Registry[Callable[[ProposerContext], Proposer]] = Registry(
     "proposer",
     "specdec.proposers",
@@ -93,7 +90,7 @@ PROPOSERS: Registry[Callable[[ProposerContext], Proposer]] = Registry(
 ACCEPTANCE_RULES: Registry[AcceptanceRule] = Registry(
     "acceptance rule",
     "specdec.verifiers",
-    {"rejection": rejection, "greedy": _greedy_rule},
+    {"rejection": rejection, "greedy": refuse_sampling},
 )
 
 

@@ -63,7 +63,7 @@ class LLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **fields: Any,
     ) -> list[RequestOutput]: ...
@@ -173,6 +173,11 @@ class LLM:
 
     def _queries(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Query]:
         """Tokenise text prompts; token ids stay as they are."""
+        if self.config.acceptance == "greedy" and not all(own.greedy for own in params):
+            raise ValueError(
+                "acceptance='greedy' serves temperature 0 only; lower the request's temperature, "
+                "or build the engine with acceptance='rejection'"
+            )
         return [
             Query(self.encode(p), own, p) if isinstance(p, str) else Query(list(p), own)
             for p, own in zip(prompts, params, strict=True)

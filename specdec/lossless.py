@@ -32,8 +32,8 @@ class Comparison:
         """Whether every difference starts at a tie: the top-two margin is below `tolerance`.
 
         In float32, or with kernels whose rows do not depend on the number of rows, there is none to
-        explain. In float16 and bfloat16 a verification of K + 1 rows rounds unlike K + 1 forwards of
-        one row, and near-ties can fall the other way; both texts are then the target's.
+        explain. In float16 and bfloat16 a verification of K + 1 rows rounds unlike K + 1 forwards
+        of one row, and near-ties can fall the other way; both texts are then the target's.
         """
         return all(difference.margin < tolerance for difference in self.differences)
 

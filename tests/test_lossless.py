@@ -1,4 +1,6 @@
-"""compare_with_plain: finds nothing where there is nothing, and explains what it finds (case A23)."""
+"""compare_with_plain: finds nothing where there is nothing, and explains what it finds (case
+A23).
+"""
 
 from __future__ import annotations
 
