@@ -162,20 +162,26 @@ def assemble(
         eos_ids=eos_token_ids(target_part.source, target_part.model, own_tokenizer),
     )
     description = {
-        "target": target_part.source.name,
-        "draft": None if draft is None else parts[1].source.name,
+        **_describe(parts, config, memory),
         "proposer": proposer_name,
-        "num_draft_tokens": config.num_draft_tokens,
-        "acceptance": config.acceptance,
         "attention": choice.backend.name,
         "attention_reason": choice.reason,
         "device": str(device),
-        "dtype": str(target_part.dtype).removeprefix("torch."),
         "block_size": block_size,
+    }
+    return Assembled(engine, own_tokenizer, choice, memory, description)
+
+
+def _describe(parts: list[_Part], config: EngineConfig, memory: MemoryPlan) -> dict[str, Any]:
+    return {
+        "target": parts[0].source.name,
+        "draft": parts[1].source.name if len(parts) > 1 else None,
+        "num_draft_tokens": config.num_draft_tokens,
+        "acceptance": config.acceptance,
+        "dtype": str(parts[0].dtype).removeprefix("torch."),
         "num_blocks": memory.num_blocks,
         "max_model_len": memory.max_model_len,
     }
-    return Assembled(engine, own_tokenizer, choice, memory, description)
 
 
 def resolve_device(name: str, target: ModelName) -> torch.device:

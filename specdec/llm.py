@@ -80,6 +80,7 @@ class LLM:
         generate("...", temperature=0). A request that fails while running has `error` set; wrong
         input raises ValueError before anything is queued.
         """
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # numpy, torch
         single = _is_one(prompts)
         todo = [prompts] if single else list(prompts)
         each = _params_per_prompt(params, fields, len(todo))

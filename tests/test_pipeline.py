@@ -142,7 +142,8 @@ def test_truncation_of_a_large_vocabulary_equals_brute_force(top_k: int, ties: b
     logits = torch.randn(6, 1, 3000, generator=torch.Generator().manual_seed(top_k)) * 3
     if ties:
         logits = logits.round()
-    limits = (0.02, 0.3, 0.5, 0.9, 0.999, 1.0)
+    logits[..., :9] -= 300.0  # probability 0 in float32: gone with top_p, kept without
+    limits = (1e-9, 0.02, 0.5, 0.9, 0.999, 1.0)
     rows = [source(SamplingParams(top_k=top_k, top_p=top_p)) for top_p in limits]
     got = process_logits(logits, build(*rows, vocab_size=3000), NO_DRAFTS.expand(6, 0), 0)
     for b, row in enumerate(rows):
@@ -150,7 +151,9 @@ def test_truncation_of_a_large_vocabulary_equals_brute_force(top_k: int, ties: b
 
 
 @pytest.mark.parametrize("top_k", [0, 2, 7])
-@pytest.mark.parametrize(("top_p", "kept"), [(0.05, 1), (0.5, 5), (0.7, 7), (0.9, 9), (1.0, 10)])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(1e-9, 1), (0.05, 1), (0.5, 5), (0.7, 7), (0.9, 9), (1.0, 10)]
+)
 def test_equal_logits(top_k: int, top_p: float, kept: int) -> None:
     """top_k keeps all ties; top_p keeps the fewest tokens that hold its mass."""
     rows = build(source(SamplingParams(top_k=top_k, top_p=top_p, min_p=1.0)), vocab_size=10)
@@ -177,8 +180,7 @@ def test_rows_positions_and_batches_do_not_influence_each_other() -> None:
 
 def test_plain_rows_use_no_feature() -> None:
     rows = build(source(SamplingParams()), source(SamplingParams(temperature=0)), vocab_size=10**9)
-    features = (rows.allowed, rows.bans, rows.biases, rows.penalties)
-    assert features == (None,) * 4
+    assert (rows.allowed, rows.bans, rows.biases, rows.penalties) == (None,) * 4
     assert (rows.temperature, rows.log_min_p, rows.truncations) == (None, None, ())
     logits = torch.randn(2, 3, 8)
     assert process_logits(logits, rows, torch.zeros(2, 2, dtype=torch.int64), 0) is logits
@@ -197,13 +199,11 @@ def test_ids_above_the_vocabulary_are_ignored() -> None:
     assert got.tolist() == [[[-INF, 0.0, 1.0, -INF]] * 2]
 
 
-def test_other_dtypes_become_float32() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        for params in (SamplingParams(), SamplingParams(temperature=2.0, logit_bias={0: 1.0})):
-            rows = build(source(params), vocab_size=4)
-            logits = torch.ones(1, 1, 4, dtype=dtype)
-            assert process_logits(logits, rows, NO_DRAFTS, 0).dtype == torch.float32
-            assert logits.tolist() == [[[1.0] * 4]]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_become_float32(dtype: torch.dtype) -> None:
+    rows = build(source(SamplingParams(logit_bias={0: 1.0})), vocab_size=4)
+    got = process_logits(torch.ones(1, 1, 4, dtype=dtype), rows, NO_DRAFTS, 0)
+    assert (got.dtype, got.tolist()) == (torch.float32, [[[2.0, 1.0, 1.0, 1.0]]])
 
 
 class NoHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]

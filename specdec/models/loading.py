@@ -22,7 +22,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from specdec.models.default_target import ALIASES
 from specdec.models.families import check_family
@@ -39,6 +39,11 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"),
+    *("vocab.txt", "spiece.model", "tekken.json"),
+)
+FILE_SUFFIXES = (".gguf", ".json", ".safetensors", ".bin", ".pt")  # never the end of a hub id
 ATTENTION = "specdec"  # registered by specdec.models.paged_model
 
 
@@ -76,18 +81,26 @@ def resolve_source(
     Raises FileNotFoundError or ValueError with the remedy: not found, unsupported family, pickled
     or damaged weights.
     """
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
     text = os.fspath(name)
     path = Path(text).expanduser()
+    config_file = None
     if text in ALIASES:
         path = ALIASES[text](progress)
-    elif path.suffix == ".gguf" and path.is_file():
+    elif path.is_file() and _is_gguf(path):
         path = convert_gguf(path, progress=progress)
     elif path.is_file() and path.suffix == ".json" and load_format == "dummy":
-        path = path.parent
+        path, config_file = path.parent, str(path)
+    elif path.is_file():
+        raise ValueError(
+            f"{text} is a file that is neither GGUF nor (with load_format='dummy') a config.json; "
+            f"give the model's folder"
+        )
     found = str(path) if path.exists() else text
     if not path.exists():
         _check_hub_name(text)
-    config = _read_config(found, text, revision, trust_remote_code)
+    config = _read_config(config_file or found, text, revision, trust_remote_code)
     check_family(config)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -127,6 +140,11 @@ def load_model(
             )
     else:
         model = _load_checkpoint(source, device, options)
+    if not getattr(model, "_supports_attention_backend", False):  # a class of remote code
+        raise ValueError(
+            f"{source.name}: {type(model).__name__} does not take an attention backend, so it "
+            f"cannot run on paged KV; use another model"
+        )
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]
 
@@ -135,17 +153,18 @@ def load_tokenizer(source: ModelSource) -> Any:
     """The tokenizer beside the weights; None for a source without one (dummy weights, or a model
     built in memory).
     """
-    if not source.path:
+    folder = Path(source.path)
+    local = folder.is_dir()
+    if not source.path or (local and not any((folder / n).exists() for n in TOKENIZER_FILES)):
         return None
     try:
         return AutoTokenizer.from_pretrained(source.path, **source.hub_options())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if source.load_format == "dummy" or not os.path.isdir(source.path):
+    except Exception as error:  # whatever a damaged file or a missing package leads to
+        if source.load_format == "dummy" or not local:
             return None
-        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-        if any((Path(source.path) / name).exists() for name in names):
-            raise ValueError(f"the tokenizer in {source.path} cannot be read: {error}") from error
-        return None
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read ({_first_line(error)}); download it again"
+        ) from error
 
 
 def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
@@ -193,27 +212,40 @@ def eos_token_ids(
 
 def check_weights(folder: Path) -> None:
     """Refuse pickled, missing, truncated or corrupt weights before anything is loaded."""
-    files = sorted(folder.glob("*.safetensors"))
+    single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        for name in names:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{index} names {name}, which is missing; download it again"
-                )
-        files = [folder / name for name in names]
-    if not files:
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        files = _shards(index)
+    else:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         if pickled:
             raise ValueError(
                 f"{folder} has only pickled weights ({pickled[0]}), which can run code when "
-                f"opened; convert them to "
-                f"safetensors: load them with transformers and call save_pretrained"
+                f"opened; convert them to safetensors: load them with transformers and call "
+                f"save_pretrained"
             )
-        raise FileNotFoundError(f"{folder} has no *.safetensors file; give a folder with weights")
+        raise FileNotFoundError(
+            f"{folder} has no {single.name} and no {index.name}; give a folder with weights"
+        )
     for file in files:
         _check_safetensors(file)
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names; all of them exist."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read ({error}); download it again") from error
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{index} names {file.name}, which is missing; download it again"
+            )
+    return files
 
 
 def _check_safetensors(file: Path) -> None:
@@ -225,19 +257,29 @@ def _check_safetensors(file: Path) -> None:
             if length > size - 8:
                 raise ValueError("its header is cut off")
             header = json.loads(stream.read(length))
-    except (ValueError, struct.error) as error:
+        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        expected = 8 + length + int(max(ends, default=0))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         raise ValueError(
             f"{file} is not a whole safetensors file ({error}); download it again"
         ) from error
-    ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-    expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise ValueError(
-            f"{file} has {size} bytes, its header says {expected}: truncated; download it again"
+            f"{file} has {size} bytes, its header says {expected}: cut off or damaged; download "
+            f"it again"
         )
 
 
+def _is_gguf(file: Path) -> bool:
+    if file.suffix.lower() == ".gguf":
+        return True
+    with file.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
+
+
 def _check_hub_name(text: str) -> None:
+    if text.endswith(FILE_SUFFIXES):
+        raise FileNotFoundError(f"no file {text!r}; check the path")
     if HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
         return
     near = difflib.get_close_matches(text, ALIASES, n=1)
@@ -250,16 +292,12 @@ def _check_hub_name(text: str) -> None:
 def _read_config(found: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
     if os.path.isdir(found) and not (Path(found) / "config.json").is_file():
         raise FileNotFoundError(f"{found} has no config.json; give a transformers model folder")
-    if os.path.isfile(found):
-        raise ValueError(
-            f"{name} is a file that is neither GGUF nor (with load_format='dummy') a config.json"
-        )
     try:
         return AutoConfig.from_pretrained(
             found, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        local = os.path.isdir(found)
+    except Exception as error:  # a config's fields may be wrong in any way
+        local = os.path.exists(found)
         remedy = (
             "check its config.json" if local else "give a local folder, or check name and network"
         )
@@ -269,7 +307,7 @@ def _read_config(found: str, name: str, revision: str | None, trust_remote_code:
 
 
 def _load_checkpoint(source: ModelSource, device: torch.device, options: dict[str, Any]) -> Any:
-    with _errors_named(source):
+    with _errors_named(source), _quiet():
         if not os.path.isdir(source.path):
             cached_file(source.path, "config.json", revision=source.revision)
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -277,19 +315,24 @@ def _load_checkpoint(source: ModelSource, device: torch.device, options: dict[st
             config=source.config,
             device_map={"": device},
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, with the tensor's name
             output_loading_info=True,
             **source.hub_options(),
             **options,
         )
     missing = sorted(info.get("missing_keys", ()))
     if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"the weights of {source.name} lack {len(missing)} tensors, first {missing[0]!r}; "
-            f"check the files"
+            f"the weights of {source.name} lack {', '.join(missing[:3])}{more}; download them again"
         )
-    wrong = sorted(str(entry) for entry in info.get("mismatched_keys", ()))
-    if wrong:
-        raise ValueError(f"the weights of {source.name} do not fit its config: {wrong[0]}")
+    for entry in info.get("mismatched_keys", ()):  # transformers 4.57 gives the name alone
+        name, *shapes = (entry,) if isinstance(entry, str) else entry
+        detail = f" is {list(shapes[0])}, {list(shapes[1])} is needed" if shapes else ""
+        raise ValueError(
+            f"the weights of {source.name} do not fit its config: tensor {name}{detail}; check "
+            f"that config and weights belong together"
+        )
     return model
 
 
@@ -303,5 +346,17 @@ def _errors_named(source: ModelSource) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report of missing tensors: they are errors here, told in one line."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -26,10 +26,9 @@ def process_logits(
     it is the input itself. Temperature and truncation leave greedy rows alone. A row of which
     nothing is left is all -inf: see invalid_rows.
     """
-    out = logits.float()
+    edits = any((rows.allowed, rows.bans, rows.biases, rows.penalties))
+    out = logits.to(torch.float32, copy=edits, memory_format=torch.contiguous_format)
     drafts = draft_token_ids[:, : offset + logits.shape[1] - 1]
-    if rows.allowed or rows.bans or rows.biases or rows.penalties:
-        out = out.clone(memory_format=torch.contiguous_format)
     if rows.allowed is not None:
         _apply_allowed(out, rows.allowed)
     if rows.bans is not None:

@@ -5,10 +5,10 @@ A feature that no row uses is None and costs nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -208,16 +208,17 @@ def _penalties(
     using = [i for i, row in enumerate(rows) if _penalises(row.params)]
     if not using:
         return None
-    keys: list[int] = []
-    counts: list[float] = []
+    keys, counts = [], []
     for i in using:
-        row = rows[i]
-        output = Counter(row.token_ids[row.num_prompt_tokens :])
-        seen = output.keys() | set(row.token_ids[: row.num_prompt_tokens])
-        ids = sorted(token for token in seen if token < vocab_size)
-        keys += [i * vocab_size + token for token in ids]
-        counts += [float(output[token]) for token in ids]
-    key = _ints([*keys, len(rows) * vocab_size], device)
+        tokens = np.array(rows[i].token_ids, dtype=np.int64)
+        ids, places = np.unique(tokens, return_inverse=True)
+        known = ids < vocab_size
+        keys.append(i * vocab_size + ids[known])
+        in_output = np.bincount(places[rows[i].num_prompt_tokens :], minlength=len(ids))
+        counts.append(in_output[known])
+    keys.append(np.array([len(rows) * vocab_size]))
+    counts.append(np.zeros(1, dtype=np.int64))
+    key = torch.from_numpy(np.concatenate(keys)).to(device)
 
     def factor(name: str) -> Tensor:
         return _floats((getattr(row.params, name) for row in rows), device)[:, None, None]
@@ -229,7 +230,7 @@ def _penalties(
         rows=key[:-1] // vocab_size,
         ids=key[:-1] % vocab_size,
         keys=key,
-        counts=_floats([*counts, 0.0], device),
+        counts=torch.from_numpy(np.concatenate(counts)).float().to(device),
     )
 
 
@@ -263,7 +264,7 @@ def _truncations(
         groups.append(
             Truncation(
                 rows=None if len(group) == len(sampled) else _ints(indices, device),
-                width=max(top_ks) if group is narrow else vocab_size,
+                width=max(top_ks),
                 top_k=_ints(top_ks, device)[:, None],
                 removed_mass=removed[:, None, None] if min(top_ps) < 1.0 else None,
             )
