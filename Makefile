@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
+VENV4 ?= .venv-transformers4
+STAMP4 = $(VENV4)/.installed
 PROMPT ?= Explain in a few sentences why the sky is blue, then say it again for a child.
-TRANSFORMERS4_TESTS ?= tests/test_models.py tests/test_greedy_equality.py tests/test_loading.py
+TRANSFORMERS4_TESTS ?= tests/test_models.py tests/test_loading.py tests/test_llm.py
 
 .PHONY: install demo fix check test test-transformers4 gpu-test build clean
 
@@ -31,11 +33,13 @@ check: install
 test: install
 	$(BIN)/python -m pytest
 
-test-transformers4:
-	$(PYTHON) -m venv .venv-transformers4
-	.venv-transformers4/bin/python -m pip install --quiet \
-		--constraint constraints-transformers4.txt --editable ".[dev]"
-	.venv-transformers4/bin/python -m pytest -m "not e2e" $(TRANSFORMERS4_TESTS)
+$(STAMP4): pyproject.toml constraints-transformers4.txt
+	$(PYTHON) -m venv $(VENV4)
+	$(VENV4)/bin/python -m pip install --quiet --constraint constraints-transformers4.txt --editable ".[dev]"
+	touch $@
+
+test-transformers4: $(STAMP4)
+	$(VENV4)/bin/python -m pytest -m "not e2e" $(TRANSFORMERS4_TESTS)
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py
@@ -44,4 +48,4 @@ build: install
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf $(VENV) .venv-transformers4 build dist *.egg-info
+	rm -rf $(VENV) $(VENV4) build dist *.egg-info

@@ -161,7 +161,7 @@ def wait_until_quiet(limit: float, seconds: float) -> bool:
     if limit >= 1:
         return True
     end = time.monotonic() + seconds
-    while timed(lambda: time.sleep(1.0))[0].disturbance > limit:
+    while timed(lambda: time.sleep(0.5))[0].disturbance > limit:
         if time.monotonic() >= end:
             return False
     return True

@@ -1,9 +1,12 @@
-"""Skip what this machine cannot run."""
+"""Threads for small models; skip what this machine cannot run."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+# Tiny models gain nothing from more.
+torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

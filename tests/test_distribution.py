@@ -61,17 +61,17 @@ def joint_law(frequency_penalty: float) -> Tensor:
 
 
 def make_engine(draft: Any, num_draft_tokens: int, rule: Rule = rejection) -> Engine:
-    """A pool in which 256 running samples have to preempt each other: each is admitted with a
+    """A pool in which 512 running samples have to preempt each other: each is admitted with a
     shared block and one of its own, and needs another after its first step.
     """
     if isinstance(draft, DraftModelProposer):
-        draft.model.attach(330, 16)
+        draft.model.attach(600, 16)
     return build_engine(
         ToyModel(LAW, VOCAB, order=2),
         draft,
         num_draft_tokens=num_draft_tokens,
-        num_blocks=330,
-        max_num_seqs=256,
+        num_blocks=600,
+        max_num_seqs=512,
         max_num_batched_tokens=4096,
         rule=rule,
     )
@@ -121,15 +121,13 @@ def excess(
     return chi_squared_excess(counts, joint_law(frequency_penalty) * counts.sum())
 
 
-@pytest.mark.parametrize(
-    ("num_draft_tokens", "frequency_penalty"), [(1, 0.0), (2, 0.0), (4, 0.0), (4, 0.7)]
-)
+@pytest.mark.parametrize(("num_draft_tokens", "frequency_penalty"), [(1, 0.0), (2, 0.7), (4, 0.0)])
 def test_joint_law_with_a_draft_model(num_draft_tokens: int, frequency_penalty: float) -> None:
     """50,000 triples at temperature 1; K = 1 and 2 need several windows for one triple."""
     engine = make_engine(drafting(), num_draft_tokens)
     assert excess(engine, 50_000, frequency_penalty, honest=True) <= 0
     stats = engine.stats
-    assert stats.num_preemptions > 100 and stats.num_prefix_hit_tokens > 10_000
+    assert stats.num_preemptions > 1_000 and stats.num_prefix_hit_tokens > 10_000
     assert 0.2 < stats.acceptance_rate < 0.8
     assert engine.pool.num_free == engine.pool.num_blocks
     engine.pool.check_integrity()
@@ -139,7 +137,7 @@ def test_joint_law_with_ngram_drafts() -> None:
     """One-hot drafts of a host-side proposer, misses included, with a penalty."""
     engine = make_engine(NgramProposer(1, 3), 2)
     assert excess(engine, 20_000, 0.7, honest=True) <= 0
-    assert engine.stats.num_preemptions > 50 and engine.stats.num_accepted_tokens > 5_000
+    assert engine.stats.num_preemptions > 500 and engine.stats.num_accepted_tokens > 5_000
 
 
 # --- what must be rejected ----------------------------------------------------------------------

@@ -77,7 +77,7 @@ def settings() -> Iterator[tuple[str, int]]:
     yield from (("self", k) for k in (1, 4, 8))
 
 
-@pytest.mark.parametrize(("proposer", "num_draft_tokens"), settings())
+@pytest.mark.parametrize(("proposer", "num_draft_tokens"), list(settings()))
 def test_greedy_text_is_that_of_plain_transformers(
     proposer: str, num_draft_tokens: int, target: Any, expected: dict[str, list[int]]
 ) -> None:

