@@ -506,3 +506,25 @@ def test_the_real_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert eos_token_ids(source, None, tokenizer) == {2}
+
+
+def test_bos_is_added_and_whole_words_win_as_the_file_says(tmp_path: Path) -> None:
+    """Llama 3 files ask for both; add_bos_token in tokenizer_config.json alone has no effect."""
+    from transformers import AutoTokenizer
+
+    from specdec.models.gguf_tokenizer import write_tokenizer
+
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": ["<s>", "a", "b", "c", "ab", "bc", "abc"],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.merges": ["a b", "b c"],  # no merge leads to "abc"
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    write_tokenizer(tmp_path / "x.gguf", fields, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("abc") == [0, 6]
+    fields |= {"tokenizer.ggml.pre": "gpt2", "tokenizer.ggml.add_bos_token": False}
+    write_tokenizer(tmp_path / "x.gguf", fields, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("abc") == [4, 3]

@@ -6,7 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 LLAMA3_SPLIT = "|".join(
@@ -34,8 +42,11 @@ def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
     types = list(fields.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
-    tokenizer.pre_tokenizer = _pre_tokenizer(path, str(fields.get("tokenizer.ggml.pre", "default")))
+    pre = str(fields.get("tokenizer.ggml.pre", "default"))
+    whole_words = pre in ("llama-bpe", "llama3")  # a word that is a token is not built from merges
+    model = models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=whole_words)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(path, pre)
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types, strict=True):
         if kind in (CONTROL, USER_DEFINED):
@@ -43,11 +54,18 @@ def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
             tokenizer.add_special_tokens([added]) if kind == CONTROL else tokenizer.add_tokens(
                 [added]
             )
+    bos_id = fields.get("tokenizer.ggml.bos_token_id")
+    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False)) and bos_id is not None
+    if add_bos:
+        bos = tokens[int(bos_id)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, int(bos_id))]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": add_bos,
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
