@@ -55,8 +55,8 @@ def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
                 [added]
             )
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
-    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False)) and bos_id is not None
-    if add_bos:
+    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False))
+    if add_bos and bos_id is not None:
         bos = tokens[int(bos_id)]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, int(bos_id))]
