@@ -45,6 +45,26 @@ class Draft:
             num_draft_tokens=torch.tensor([len(d) for d in drafts], dtype=torch.int64).to(device),
         )
 
+    def check(self, state: DecodeState) -> None:
+        """Refuse tensors of a wrong shape or dtype; the verifier checks values on the device."""
+        rows, width = state.num_rows, self.max_num_draft_tokens
+        needed = {
+            "token_ids": (self.token_ids, torch.int64, (rows, width)),
+            "num_draft_tokens": (self.num_draft_tokens, torch.int64, (rows,)),
+            "probs": (self.probs, torch.float32, (rows, width, state.vocab_size)),
+        }
+        for field, (tensor, dtype, shape) in needed.items():
+            if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+                raise ValueError(
+                    f"{field} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                    f"needed is {dtype} of shape {shape}"
+                )
+        if width > state.max_num_draft_tokens:
+            raise ValueError(
+                f"{width} tokens were drafted, the limit of this step is "
+                f"{state.max_num_draft_tokens}"
+            )
+
 
 class Proposer(ABC):
     """Drafts at most state.num_draft_tokens[i] tokens for row i.
@@ -69,4 +89,4 @@ class Proposer(ABC):
         """The sequence left the engine."""
 
     def clear(self, blocks: Seq[int]) -> None:  # noqa: B027  (optional)
-        """Zero the KV of blocks that may hold NaN."""
+        """These blocks are handed out now: zero their KV, it may be anything."""

@@ -51,7 +51,7 @@ class DraftModelProposer(Proposer):
                 pending.append(Span(span.seq, start, end - start))
         for chunk in _chunks(pending, self._max_num_batched_tokens):
             cache = self.model.kv_cache
-            self.model.forward(
+            self._forward(
                 ForwardBatch.ragged(chunk, cache.block_size, cache.padding_block, self.model.device)
             )
             for span in chunk:
@@ -62,7 +62,7 @@ class DraftModelProposer(Proposer):
         if num_drafts == 0:
             return Draft.empty(state.num_rows, state.device)
         self._catch_up(state)
-        limits = torch.tensor(state.num_draft_tokens, dtype=torch.int64).to(state.device)
+        limits = state.draft_limits
         max_len = max(len(seq) for seq in state.seqs)
         logits = self._first_forward(state, limits, max_len)
         token_ids = torch.full((state.num_rows, num_drafts), -1, device=state.device)
@@ -81,6 +81,13 @@ class DraftModelProposer(Proposer):
 
     def clear(self, blocks: Seq[int]) -> None:
         self.model.kv_cache.clear(blocks)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Run the draft. It reads an id that only the target has as its own last one: that costs
+        acceptance and nothing else, since q is the law drawn from whatever the context.
+        """
+        batch.token_ids = batch.token_ids.clamp(max=self.model.vocab_size - 1)
+        return self.model.forward(batch)
 
     def _catch_up(self, state: DecodeState) -> None:
         """Fill draft KV that fell behind while speculation was off, up to the two tokens that are
@@ -102,7 +109,7 @@ class DraftModelProposer(Proposer):
         batch = state.append_batch(
             state.last_token_ids, starts, valid, max(max_len, 2), rows * 2 + last
         )
-        return self.model.forward(batch)
+        return self._forward(batch)
 
     def _next_forward(
         self, state: DecodeState, token_ids: Tensor, limits: Tensor, i: int, max_len: int
@@ -112,7 +119,7 @@ class DraftModelProposer(Proposer):
         batch = state.append_batch(
             token_ids.clamp(min=0), state.seq_lens + (i - 1), (limits > i).long(), max_len + i, rows
         )
-        return self.model.forward(batch)
+        return self._forward(batch)
 
     def _draw(
         self, state: DecodeState, logits: Tensor, token_ids: Tensor, i: int

@@ -61,7 +61,7 @@ class NgramProposer(Proposer):
 
     name = "ngram"
 
-    def __init__(self, min_n: int = 1, max_n: int = 4) -> None:
+    def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
         self._min_n = min_n
         self._max_n = max_n
         self._indices: dict[int, NgramIndex] = {}  # by seq_id

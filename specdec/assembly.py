@@ -142,13 +142,13 @@ def assemble(
     choice = select_backend(config.attention, device, geometry)
     block_size = _block_size(config.block_size, choice)
     memory = _plan(parts, config, device, block_size)
-    models = [_load(p, choice, device, memory.num_blocks, block_size) for p in parts]
+    models = [_load(p, choice, device, memory.num_blocks, block_size, progress) for p in parts]
     pool = BlockPool(memory.num_blocks, block_size, config.enable_prefix_caching)
     proposer = make_proposer(ProposerContext(config, models[1] if draft is not None else None))
     engine = Engine(
         models[0],
         proposer,
-        TargetModelVerifier(models[0], rule),
+        TargetModelVerifier(models[0], rule, config.acceptance),
         pool,
         Scheduler(
             pool,
@@ -208,11 +208,21 @@ def _part(
 ) -> _Part:
     if isinstance(name, PreTrainedModel):
         check_family(name.config)
+        if config.dtype != "auto" and resolve_dtype(config.dtype, None, device) != name.dtype:
+            raise ValueError(
+                f"the {role} is loaded in {name.dtype}, dtype={config.dtype!r} was asked for; "
+                f"convert the model or leave dtype out"
+            )
         if name.device != device:
             raise ValueError(
                 f"the {role} is on {name.device}, the engine on {device}; move it first"
             )
         return _Part(role, source_from_model(name), name, name.dtype)
+    if not isinstance(name, str | os.PathLike) or isinstance(name, bytes):
+        raise ValueError(
+            f"the {role} must be an alias, folder, hub id, GGUF file or transformers model, "
+            f"got {name!r}"
+        )
     source = resolve_source(
         name,
         load_format=config.load_format,
@@ -267,10 +277,15 @@ def _plan(
 
 
 def _load(
-    part: _Part, choice: Choice, device: torch.device, num_blocks: int, block_size: int
+    part: _Part,
+    choice: Choice,
+    device: torch.device,
+    num_blocks: int,
+    block_size: int,
+    progress: bool,
 ) -> TransformersModel:
     if part.model is None:
-        part.model = load_model(part.source, device=device, dtype=part.dtype)
+        part.model = load_model(part.source, device=device, dtype=part.dtype, progress=progress)
     else:
         part.model.eval()
         part.model.set_attn_implementation(ATTENTION_NAME)

@@ -112,7 +112,9 @@ class ForwardBatch:
             torch.int64
         )
         slots = block * block_size + positions % block_size
-        slots = torch.where(offsets < num_valid[:, None], slots, -1)
+        real = offsets < num_valid[:, None]
+        slots = torch.where(real, slots, -1)
+        positions = torch.where(real, positions, 0)  # padding never indexes past a position table
         return cls(
             token_ids=token_ids.reshape(-1),
             positions=positions.reshape(-1),

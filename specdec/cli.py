@@ -9,9 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import specdec
+
+if TYPE_CHECKING:
+    from specdec.config import SamplingParams
 
 GENERATE_HELP = "answer a prompt, a file or standard input"
 CHAT_HELP = "talk to the model; the prefix cache keeps earlier turns"
@@ -148,6 +151,13 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
+def _params(args: argparse.Namespace) -> SamplingParams:
+    from specdec.config import SamplingParams, build
+
+    params: SamplingParams = build(SamplingParams, _given(args, SAMPLING_FIELDS))
+    return params
+
+
 def _load(args: argparse.Namespace) -> specdec.LLM:
     target = {} if args.target is None else {"target": args.target}
     return specdec.LLM(**target, draft=args.draft, **_given(args, ENGINE_FIELDS))
@@ -157,7 +167,9 @@ def _generate(args: argparse.Namespace) -> int:
     from specdec.terminal import print_marked, print_stats, print_stream
 
     prompts = _read_prompts(args)
-    params = specdec.config.build(specdec.SamplingParams, _given(args, SAMPLING_FIELDS))
+    params = _params(args)
+    if args.mark and (args.json or len(prompts) > 1 or params.n > 1):
+        raise ValueError("--mark shows one text: leave out --json, --n and files of many prompts")
     llm = _load(args)
     encoded = [_encode(llm, prompt, args) for prompt in prompts]
     if args.json or len(prompts) > 1 or params.n > 1:
@@ -190,11 +202,16 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if args.file is not None:
         if args.prompt is not None:
             raise ValueError("give a prompt or --file, not both")
-        text = args.file.read_text(encoding="utf-8")
+        try:
+            text = args.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.file} is not UTF-8 text ({error}); convert it") from None
         if args.file.suffix == ".jsonl":
-            return [
-                _prompt_of(line, i) for i, line in enumerate(text.splitlines(), 1) if line.strip()
-            ]
+            lines = enumerate(text.split("\n"), 1)
+            prompts = [_prompt_of(line, i) for i, line in lines if line.strip()]
+            if not prompts:
+                raise ValueError(f"{args.file} holds no prompt")
+            return prompts
     elif args.prompt is None or args.prompt == "-":
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one, --file FILE, or pipe text in")
@@ -231,7 +248,7 @@ def _system(args: argparse.Namespace) -> list[dict[str, str]]:
 def _chat(args: argparse.Namespace) -> int:
     from specdec.terminal import print_stats, print_stream
 
-    params = specdec.config.build(specdec.SamplingParams, _given(args, SAMPLING_FIELDS))
+    params = _params(args)
     if params.n > 1 or args.json:
         raise ValueError("chat shows one answer as text: leave out --n and --json")
     llm = _load(args)

@@ -44,6 +44,17 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
         raise ValueError(f"{name} must be {limit}, got {value}")
 
 
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _texts(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bytes) or not hasattr(value, "__iter__"):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    return tuple(value)
+
+
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
@@ -100,7 +111,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e4, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -1e4, 1e4)
         _number("frequency_penalty", self.frequency_penalty, -1e4, 1e4)
         _whole("min_tokens", self.min_tokens, 0)
@@ -117,7 +128,9 @@ class SamplingParams:
             _whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        for name in ("include_stop_text", "ignore_eos", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _texts("stop", self.stop or ()))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, got {text!r}")
@@ -142,7 +155,7 @@ class SamplingParams:
         if isinstance(self.bad_words, str):
             raise ValueError(f"bad_words must be a list, got the string {self.bad_words!r}")
         words: list[tuple[int, ...] | str] = []
-        for word in self.bad_words or ():
+        for word in _texts("bad_words", self.bad_words or ()):
             if not word:
                 raise ValueError("bad_words must not hold an empty entry")
             words.append(word if isinstance(word, str) else _token_ids("bad_words", word))
@@ -176,7 +189,7 @@ class EngineConfig:
         0.9  # share of the device's free memory for weights, KV and workspace
     )
     enable_prefix_caching: bool = True
-    ngram_min: int = 1  # prompt lookup: shortest and longest match
+    ngram_min: int = 2  # prompt lookup: shortest and longest match
     ngram_max: int = 4
 
     def __post_init__(self) -> None:
@@ -195,6 +208,10 @@ class EngineConfig:
         _number("memory_utilization", self.memory_utilization, 0.0, 1.0, open_low=True)
         _whole("ngram_min", self.ngram_min, 1, 64)
         _whole("ngram_max", self.ngram_max, self.ngram_min, 64)
+        for name in ("trust_remote_code", "enable_prefix_caching"):
+            _flag(name, getattr(self, name))
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len is 1, a prompt token and an output token need 2")
         for name in ("proposer", "acceptance", "attention", "device", "dtype"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")

@@ -27,6 +27,7 @@ class DecodeState:
 
     seqs: list[Sequence]  # host side, for proposers that read tokens
     num_draft_tokens: list[int]  # K_i on the host
+    draft_limits: Tensor  # [rows] int64, K_i on the device
     last_token_ids: (
         Tensor  # [rows, 2] int64: the last two committed tokens ([t, t] for a one-token sequence)
     )
@@ -74,6 +75,7 @@ class DecodeState:
         return cls(
             seqs=list(seqs),
             num_draft_tokens=list(num_draft_tokens),
+            draft_limits=torch.tensor(num_draft_tokens, dtype=torch.int64).to(device),
             last_token_ids=torch.tensor(last, dtype=torch.int64).to(device),
             seq_lens=seq_lens,
             block_table=pad_tables([seq.block_table for seq in seqs], padding_block).to(device),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,26 +25,29 @@ class Query:
 
 
 class Driver:
-    """Guards an engine by one lock, which is free between steps: others add, abort and read
-    then.
+    """Guards an engine by one lock, which is free between steps: others add and read then.
+
+    Aborts never wait for the lock, since a finaliser may run in the middle of a step of its own
+    thread: they are noted, and carried out by whoever holds or next takes the lock.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._lock = threading.Lock()
+        self._to_abort: deque[str] = deque()
 
     def add(self, queries: Sequence[Query]) -> list[Request]:
         """Queue all or, if one cannot be served, none (ValueError names which)."""
         requests: list[Request] = []
-        with self._lock:
+        with self._engine_at_rest() as engine:
             try:
                 for query in queries:
-                    requests.append(
-                        self.engine.add(query.token_ids, query.params, prompt=query.text)
-                    )
-            except ValueError as error:
+                    requests.append(engine.add(query.token_ids, query.params, prompt=query.text))
+            except BaseException as error:
                 for request in requests:
-                    self.engine.abort(request.request_id)
+                    engine.abort(request.request_id)
+                if not isinstance(error, ValueError):
+                    raise
                 where = f"prompt {len(requests)}: " if len(queries) > 1 else ""
                 raise ValueError(f"{where}{error}") from None
         return requests
@@ -55,9 +60,9 @@ class Driver:
         """Step until all are finished; `advance` hears how many more are, after each step."""
         pending = list(requests)
         while pending:
-            with self._lock:
+            with self._engine_at_rest() as engine:
                 if not all(request.finished for request in pending):
-                    self.engine.step()
+                    engine.step()
             left = [request for request in pending if not request.finished]
             if advance is not None:
                 advance(len(pending) - len(left), self.engine.stats)
@@ -66,24 +71,50 @@ class Driver:
     def advance(self, request: Request, seen: int) -> tuple[int, RequestOutput]:
         """Step until the request has more than `seen` tokens or is finished."""
         while True:
-            with self._lock:
+            with self._engine_at_rest() as engine:
                 count = sum(sample.seq.num_output_tokens for sample in request.samples)
                 if count > max(seen, 0) or request.finished:
                     return count, request.output()
-                self.engine.step()
+                engine.step()
 
     def abort(self, request_id: str) -> bool:
-        """End one request; False if it is unknown or has ended."""
-        with self._lock:
-            return self.engine.abort(request_id)
+        """End one request, before the next step at the latest; False if it is unknown or ended."""
+        known = self.engine.serves(request_id)
+        self._abort([request_id] if known else [])
+        return known
 
     def abort_all(self, requests: Sequence[Request]) -> None:
         """End all of these that still run."""
-        with self._lock:
-            for request in requests:
-                self.engine.abort(request.request_id)
+        self._abort([request.request_id for request in requests if not request.finished])
 
     def stats(self) -> dict[str, Any]:
         """The engine's counts."""
-        with self._lock:
-            return self.engine.stats.as_dict()
+        with self._engine_at_rest() as engine:
+            return engine.stats.as_dict()
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        self._to_abort.extend(request_ids)
+        self._abort_if_free()
+
+    def _abort_if_free(self) -> None:
+        """Carry out noted aborts unless somebody holds the lock, who then does it on leaving."""
+        while self._to_abort and self._lock.acquire(blocking=False):
+            try:
+                self._carry_out_aborts()
+            finally:
+                self._lock.release()
+
+    def _carry_out_aborts(self) -> None:
+        while self._to_abort:
+            self.engine.abort(self._to_abort.popleft())
+        self.engine.take_ended()  # nobody asks for them: requests are watched one by one
+
+    @contextmanager
+    def _engine_at_rest(self) -> Iterator[Engine]:
+        """The engine between two steps, for this thread alone."""
+        try:
+            with self._lock:
+                self._carry_out_aborts()
+                yield self.engine
+        finally:
+            self._abort_if_free()  # noted while the lock was held

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +15,15 @@ from specdec.batch import ForwardBatch
 from specdec.block_pool import BlockPool
 from specdec.config import SamplingParams
 from specdec.decode_state import DecodeState
+from specdec.logprobs import add_prompt_logprobs, token_logprobs, wants_prompt_logprobs
 from specdec.models.paged_model import PagedModel
-from specdec.outputs import Request, Sample, Tokenizer, TokenLogprobs
+from specdec.outputs import Request, Sample, Tokenizer
 from specdec.proposers.base import Draft, Proposer
 from specdec.requests import RequestBuilder
-from specdec.sampling.pipeline import raw_logprobs
 from specdec.scheduler import Scheduler, StepPlan
 from specdec.sequence import Sequence, Span
 from specdec.stats import EngineStats
-from specdec.verifiers.base import BAD_DRAFT, Verdict, Verifier
+from specdec.verifiers.base import BAD_DRAFT, BAD_LOGITS, BAD_RULE, Verdict, Verifier
 
 logger = logging.getLogger("specdec")
 
@@ -60,7 +61,7 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, tuple[Request, Sample]] = {}
-        self._ended_early: list[Request] = []  # ended outside a step, reported by the next one
+        self._ended_early: dict[str, Request] = {}  # ended outside a step, not yet told
 
     @property
     def has_work(self) -> bool:
@@ -94,9 +95,14 @@ class Engine:
         for sample in request.samples:
             self._samples[sample.seq] = (request, sample)
             seq = sample.seq
-            if seq.remaining(self.scheduler.max_model_len) <= 0 and request.prompt_logprobs is None:
+            nothing_to_run = seq.params.prompt_logprobs is None or seq.prefilled
+            if nothing_to_run and seq.remaining(self.scheduler.max_model_len) <= 0:
                 self._end(seq, "length")
         return request
+
+    def serves(self, request_id: str) -> bool:
+        """Whether a request of this id is queued or running."""
+        return request_id in self._requests
 
     def abort(self, request_id: str) -> bool:
         """End a request now, keeping what it has; False if it is unknown or has ended."""
@@ -112,6 +118,9 @@ class Engine:
         """Run one step and return the requests that got tokens or ended."""
         with self.stats.phase("schedule"):
             plan = self.scheduler.schedule()
+            if plan.new_blocks:
+                self._target.kv_cache.clear(plan.new_blocks)
+                _tell(self._proposer.clear, plan.new_blocks)
         self.stats.num_steps += 1
         self.stats.num_preemptions += plan.num_preempted
         self.stats.num_prefix_hit_tokens += plan.num_prefix_hit_tokens
@@ -123,9 +132,15 @@ class Engine:
             if seqs:
                 progressed = self._guarded(work, plan, seqs)
                 touched.update({r.request_id: r for r in progressed})
-        ended, self._ended_early = self._ended_early, []
-        touched.update({r.request_id: r for r in ended})
+        touched.update(self._ended_early)
+        self._ended_early.clear()
         return list(touched.values())
+
+    def take_ended(self) -> list[Request]:
+        """Requests that ended outside a step (aborted, nothing to emit) since the last call."""
+        ended = list(self._ended_early.values())
+        self._ended_early.clear()
+        return ended
 
     def _guarded(
         self, work: Callable[[StepPlan], Iterable[Request]], plan: StepPlan, seqs: Seq[Sequence]
@@ -138,7 +153,7 @@ class Engine:
         except Exception as error:
             logger.exception("a step failed; its %d sequences end with an error", len(seqs))
             for seq in seqs:
-                if not seq.finish_reason:
+                if seq in self._samples:
                     self._fail(seq, f"{type(error).__name__}: {error}")
             return []
 
@@ -151,7 +166,7 @@ class Engine:
         indices: list[int] = []
         first = 0
         for span in spans:
-            if self._wants_prompt_logprobs(span):
+            if wants_prompt_logprobs(*self._samples[span.seq], span):
                 wanted.append((span, len(indices)))
                 indices += range(first, first + span.length)
             first += span.length
@@ -164,10 +179,14 @@ class Engine:
             self._proposer.extend([s for s in spans if self.scheduler.lookahead(s.seq)])
         self.stats.num_prompt_tokens += first
         for span, row in wanted:
-            self._add_prompt_logprobs(span, logits[row : row + span.length])
+            request = self._samples[span.seq][0]
+            if not add_prompt_logprobs(request, span, logits[row : row + span.length]):
+                self._fail(span.seq, self._why(BAD_LOGITS))
         progressed = []
         for span in spans:
             seq = span.seq
+            if seq.finish_reason:  # its prompt's logits were bad
+                continue
             seq.num_computed_tokens = span.end
             self._register(seq)
             if seq.prefilled and seq.remaining(self.scheduler.max_model_len) <= 0:
@@ -195,8 +214,7 @@ class Engine:
                 vocab_size=self._target.vocab_size,
                 device=self._target.device,
             )
-            draft = self._proposer.propose(state)
-            check_draft(draft, state, self._proposer.name)
+            draft = _checked_draft(self._proposer, state)
         with self.stats.phase("verify"):
             verdict = self._verifier.verify(state, draft)
         with self.stats.phase("read"):
@@ -208,11 +226,13 @@ class Engine:
                 if seq.finish_reason:  # a sibling sample failed in this step
                     continue
                 if failed:
-                    self._fail(seq, self._failure(failed))
+                    self._fail(seq, self._why(failed))
                     continue
                 yield self._samples[seq][0]
-                kept = run[: num_accepted + 1]
-                self._commit(seq, kept, num_drafted, verdict.logits[row])
+                try:
+                    self._commit(seq, run[: num_accepted + 1], num_drafted, verdict.logits[row])
+                except Exception as error:  # a tokenizer may raise: no other row is to blame
+                    self._fail(seq, f"{type(error).__name__}: {error}")
 
     def _commit(self, seq: Sequence, run: list[int], num_drafted: int, logits: Tensor) -> None:
         """Append a row's run, cut where the sequence ends; roll both KV counters; count."""
@@ -232,7 +252,7 @@ class Engine:
         sample.origins += (["accepted"] * (len(run) - 1) + [last])[:num_kept]
         if seq.params.logprobs is not None:
             tokens = seq.token_ids[before : before + num_kept]
-            sample.logprobs += _logprobs(logits[:num_kept], tokens, seq.params.logprobs)
+            sample.logprobs += token_logprobs(logits[:num_kept], tokens, seq.params.logprobs)
         if seq.finish_reason:
             self._end(seq, seq.finish_reason, early=False)
         else:
@@ -246,80 +266,59 @@ class Engine:
 
     def _end(self, seq: Sequence, reason: str, *, early: bool = True) -> None:
         """The sequence leaves: its blocks go back; `early` when no step is about to report it."""
+        request, sample = self._samples[seq]
+        if reason != "error":
+            sample.text.finish()
         seq.finish_reason = reason
         self.scheduler.remove(seq)
-        self._proposer.forget(seq)
-        request, sample = self._samples.pop(seq)
-        sample.text.finish()
-        if early and request not in self._ended_early:
-            self._ended_early.append(request)
+        del self._samples[seq]
+        _tell(self._proposer.forget, seq)
+        if early:
+            self._ended_early[request.request_id] = request
         if request.finished:
             request.finished_at = time.perf_counter()
             self.stats.num_finished += 1
             del self._requests[request.request_id]
 
     def _fail(self, seq: Sequence, error: str) -> None:
-        """End the whole request with an error; KV that may hold NaN is zeroed and never reused as a
-        prefix.
-        """
+        """End the whole request with an error; its KV is never reused as a prefix."""
         request, _ = self._samples[seq]
         request.error = error
         self.stats.num_failed += 1
         for sample in request.samples:
-            failed = sample.seq
-            if failed.finish_reason:
-                continue
-            own = [block for block in failed.block_table if not self.pool.shared(block)]
-            self.pool.forget(own)
-            self._target.kv_cache.clear(own)
-            self._proposer.clear(own)
-            self._end(failed, "error")
+            if sample.seq in self._samples:  # still in the engine
+                table = sample.seq.block_table
+                self.pool.forget([block for block in table if not self.pool.shared(block)])
+                self._end(sample.seq, "error")
 
-    def _failure(self, code: int) -> str:
+    def _why(self, code: int) -> str:
+        """What a row's Verdict.failed means, with the remedy."""
         if code == BAD_DRAFT:
             return (
                 f"proposer {self._proposer.name!r} drafted an id outside the vocabulary of "
-                f"{self._target.vocab_size} tokens"
+                f"{self._target.vocab_size} tokens, or another number of tokens than it may"
+            )
+        if code == BAD_RULE:
+            return (
+                f"acceptance rule {self._verifier.rule_name!r} kept more drafts than there were, "
+                f"or gave an id outside the vocabulary of {self._target.vocab_size} tokens"
             )
         return (
             "the target's logits were NaN or infinite, or allowed_token_ids, bad_words and "
-            "logit_bias left no token; "
-            "check the weights and dtype, or the request's rules"
+            "logit_bias left no token; check the weights and dtype, or the request's rules"
         )
 
-    def _wants_prompt_logprobs(self, span: Span) -> bool:
-        request, sample = self._samples[span.seq]
-        found = request.prompt_logprobs
-        first = sample is request.samples[0] and span.start < span.seq.num_prompt_tokens - 1
-        return found is not None and first and len(found) == span.start
 
-    def _add_prompt_logprobs(self, span: Span, logits: Tensor) -> None:
-        request, _ = self._samples[span.seq]
-        num_top = span.seq.params.prompt_logprobs
-        assert request.prompt_logprobs is not None and num_top is not None
-        end = min(span.end + 1, span.seq.num_prompt_tokens)
-        tokens = span.seq.token_ids[span.start + 1 : end]
-        request.prompt_logprobs += _logprobs(logits[: len(tokens)], tokens, num_top)
-
-
-def check_draft(draft: Draft, state: DecodeState, name: str) -> None:
-    """Refuse a malformed draft of a third party's proposer, naming it."""
-    rows, width = state.num_rows, draft.max_num_draft_tokens
-    shapes = {
-        "token_ids": (draft.token_ids, (rows, width)),
-        "num_draft_tokens": (draft.num_draft_tokens, (rows,)),
-        "probs": (draft.probs, (rows, width, state.vocab_size)),
-    }
-    for field, (tensor, shape) in shapes.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"proposer {name!r} returned {field} of shape {tuple(tensor.shape)}, needed {shape}"
-            )
-    if width > state.max_num_draft_tokens:
-        raise ValueError(
-            f"proposer {name!r} drafted {width} tokens, the limit of this step is "
-            f"{state.max_num_draft_tokens}"
-        )
+def _checked_draft(proposer: Proposer, state: DecodeState) -> Draft:
+    """The proposer's draft, checked; an error names the proposer, which may be a plugin."""
+    try:
+        draft = proposer.propose(state)
+        draft.check(state)
+    except Exception as error:
+        raise RuntimeError(
+            f"proposer {proposer.name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    return draft
 
 
 def _read(draft: Draft, verdict: Verdict) -> list[list[int]]:
@@ -331,11 +330,9 @@ def _read(draft: Draft, verdict: Verdict) -> list[list[int]]:
     return small.tolist()  # type: ignore[no-any-return]
 
 
-def _logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Raw log-probabilities of token_ids [N] under logits [N, V], and the num_top best ids of
-    each.
-    """
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    own, top_ids, top = raw_logprobs(logits, ids, num_top)
-    rows = zip(token_ids, own.tolist(), top_ids.tolist(), top.tolist(), strict=True)
-    return [TokenLogprobs(t, p, dict(zip(i, v, strict=True))) for t, p, i, v in rows]
+def _tell(hook: Callable[[Any], None], about: Any) -> None:
+    """Call a proposer's hook; one that raises must not harm the engine's own books."""
+    try:
+        hook(about)
+    except Exception:
+        logger.exception("the proposer's hook %r failed", hook)

@@ -56,7 +56,9 @@ class KVCache:
         store(self.v[layer], v, slot_mapping)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that may hold NaN: a masked key of weight 0 times NaN is NaN."""
+        """Zero blocks that are handed out, and the padding block: kernels multiply masked keys by
+        a weight of 0, and what an earlier owner left there may be NaN.
+        """
         index = torch.tensor([*blocks, self.padding_block], dtype=torch.int64, device=self.device)
         for tensor in (*self.k, *self.v):
             tensor.index_fill_(0, index, 0)

@@ -5,6 +5,8 @@ from asyncio.
 from __future__ import annotations
 
 import asyncio
+import operator
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias, overload
@@ -13,7 +15,7 @@ from specdec.assembly import ModelName, assemble
 from specdec.config import EngineConfig, SamplingParams, build
 from specdec.driver import Driver, Query
 from specdec.models.default_target import DEFAULT_TARGET
-from specdec.outputs import RequestOutput
+from specdec.outputs import Request, RequestOutput
 from specdec.progress import batch_progress
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids
@@ -122,9 +124,17 @@ class LLM:
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for asyncio: steps run in worker threads, the event loop never waits."""
         each = _params_per_prompt(params, fields, 1)
-        queries = await asyncio.to_thread(self._queries, [prompt], each)
-        (request,) = await asyncio.to_thread(self._driver.add, queries)
+        owned: list[Request] = []  # what must be aborted if this task is cancelled
+        cancelled = threading.Event()
+
+        def add() -> None:
+            owned.extend(self._driver.add(self._queries([prompt], each)))
+            if cancelled.is_set():
+                self._driver.abort_all(owned)
+
         try:
+            await asyncio.to_thread(add)
+            (request,) = owned
             seen = -1
             while True:
                 seen, output = await asyncio.to_thread(self._driver.advance, request, seen)
@@ -132,8 +142,8 @@ class LLM:
                 if output.finished:
                     return
         finally:
-            if not request.finished:
-                await asyncio.to_thread(self._driver.abort_all, [request])
+            cancelled.set()
+            self._driver.abort_all(owned)
 
     async def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
@@ -161,7 +171,10 @@ class LLM:
         """Token ids of a raw prompt, special tokens added as the tokenizer does."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; give prompts as token ids")
-        return list(self.tokenizer.encode(text))
+        try:
+            return list(self.tokenizer.encode(text))
+        except (TypeError, UnicodeError) as error:  # half a surrogate pair
+            raise ValueError(f"the prompt is not valid Unicode text: {error}") from None
 
     def chat_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""
@@ -180,7 +193,7 @@ class LLM:
                 "or build the engine with acceptance='rejection'"
             )
         return [
-            Query(self.encode(p), own, p) if isinstance(p, str) else Query(list(p), own)
+            Query(self.encode(p), own, p) if isinstance(p, str) else Query(_token_ids(p), own)
             for p, own in zip(prompts, params, strict=True)
         ]
 
@@ -188,9 +201,22 @@ class LLM:
 def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts must be a text, token ids, or a list of these, got {prompts!r}")
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+    return len(prompts) > 0 and hasattr(prompts[0], "__index__")
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Token ids as plain ints; numpy's integers are taken, booleans and floats are not."""
+    found = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        if isinstance(found, bytes) or any(isinstance(token, bool) for token in found):
+            raise TypeError
+        return [operator.index(token) for token in found]
+    except TypeError:
+        raise ValueError(
+            f"a prompt must be a text or a list of token ids, got {prompt!r}"
+        ) from None
 
 
 def _params_per_prompt(
@@ -204,6 +230,8 @@ def _params_per_prompt(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(f"params must be SamplingParams or a list of them, got {params!r}")
     if len(params) != count:
         raise ValueError(
             f"{count} prompts but {len(params)} SamplingParams; give one, or one per prompt"

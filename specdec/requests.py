@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -117,15 +117,18 @@ class RequestBuilder:
             "stop_token_ids": params.stop_token_ids,
         }
         for name, values in ids.items():
-            for token in values:
-                if token >= self._vocab_size:
-                    raise ValueError(
-                        f"{name} names token {token}, the vocabulary has {self._vocab_size} tokens"
-                    )
+            self._check_ids(name, values)
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 "stop strings need a tokenizer, this engine has none; use stop_token_ids"
             )
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if token >= self._vocab_size:
+                raise ValueError(
+                    f"{name} names token {token}, the vocabulary has {self._vocab_size} tokens"
+                )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences of the bad words; a text is banned at a line's start and behind a
@@ -134,6 +137,7 @@ class RequestBuilder:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if not isinstance(word, str):
+                self._check_ids("bad_words", word)
                 words.append(word)
                 continue
             if self._encode is None:

@@ -20,6 +20,7 @@ class StepPlan:
     prefill: list[Span] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     num_draft_tokens: list[int] = field(default_factory=list)  # per decoding sequence
+    new_blocks: list[int] = field(default_factory=list)  # handed out now, with stale content
     num_preempted: int = 0
     num_prefix_hit_tokens: int = 0
 
@@ -107,10 +108,10 @@ class Scheduler:
             seq = self.waiting[0]
             if not self._admit(plan, seq):
                 break
-            if seq.prefilled:
-                budget -= self._plan_decode(plan, seq)
-            else:
+            if not seq.prefilled:
                 budget -= self._plan_prefill(plan, seq, budget)
+            elif budget >= self.lookahead(seq) + 2:  # a prompt of one token decodes at once
+                budget -= self._plan_decode(plan, seq)
         return plan
 
     def register_prefix(self, seq: Sequence, num_valid: int) -> None:
@@ -152,6 +153,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(seq)
         seq.block_table = hits + blocks
+        plan.new_blocks += blocks
         num_hit = len(hits) * self.pool.block_size
         seq.num_computed_tokens = seq.num_draft_computed_tokens = num_hit
         plan.num_prefix_hit_tokens += num_hit
@@ -172,4 +174,5 @@ class Scheduler:
             if victim is seq:
                 return False
         seq.block_table += blocks
+        plan.new_blocks += blocks
         return True

@@ -8,14 +8,15 @@ model's attention is switched to paged KV.
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import EOS, FAMILIES, tiny_model
+from tiny_models import EOS, FAMILIES, randomize, tiny_model
 from toy import build_engine, output_ids, run
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.attention.reference import ReferenceBackend
 from specdec.config import SamplingParams
@@ -23,7 +24,7 @@ from specdec.engine import Engine
 from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
 from specdec.proposers.ngram import NgramProposer
 
-MAX_TOKENS = 20
+MAX_TOKENS = 24
 DRAFTERS = ("same", "near", "other", "ngram")
 
 
@@ -122,20 +123,15 @@ def test_the_expected_texts_are_worth_comparing() -> None:
     assert 3 < ends < 97
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("k", range(9))
+@pytest.mark.parametrize(("k", "drafter"), [(0, "none"), *itertools.product(range(1, 9), DRAFTERS)])
 def test_every_lookahead(k: int, drafter: str) -> None:
     """100 prompts, K from 0 to 8. The drafters range from the target itself to another model."""
-    if k == 0 and drafter != "same":
-        pytest.skip("K = 0 has no drafter")
     engine = engine_for("llama", drafter, k, 100)
     check(engine, "llama", 100)
     rate = engine.stats.acceptance_rate
-    if k and drafter == "same":
-        assert rate == 1.0
-    elif k:
-        assert engine.stats.num_draft_tokens > 100
-        assert 0.3 < rate < 0.98 if drafter == "near" else rate < 0.2
+    low, high = {"same": (1.0, 1.0), "near": (0.2, 0.95)}.get(drafter, (0.0, 0.2))
+    assert low <= rate <= high  # positive control: the drafters are what they are called
+    assert k == 0 or engine.stats.num_draft_tokens > 100
 
 
 @pytest.mark.parametrize("drafter", ["near", "ngram"])
@@ -164,6 +160,38 @@ def test_every_family(family: str) -> None:
         engine = engine_for(family, drafter, k, 20)
         check(engine, family, 20)
         assert engine.stats.num_draft_tokens > 20
+
+
+def test_learned_positions_at_the_contexts_end() -> None:
+    """gpt2's position table has 64 rows: a row at its last positions beside a short one.
+
+    The window's shape is common to both, and the long row's unused positions index past the table:
+    IndexError here, a lost process on a GPU.
+    """
+    config = AutoConfig.for_model(
+        "gpt2",
+        vocab_size=128,
+        n_positions=64,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomize(model, 0)
+    model.requires_grad_(False).eval()
+    todo = (tuple(range(4, 60)), (7, 8))
+    texts = [generate(model, (prompt,))[0] for prompt in todo[1:]]
+    model.set_attn_implementation(ATTENTION_NAME)
+    paged = [TransformersModel(model, ReferenceBackend()) for _ in range(2)]
+    engine = build_engine(*paged, num_draft_tokens=5, num_blocks=64, eos_ids=[EOS])
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    requests = [engine.add(prompt, params) for prompt in todo]
+    run(engine)
+    assert [request.error for request in requests] == [None, None]  # BUG: IndexError
+    assert output_ids(requests[1]) == texts[0]
 
 
 def test_a_wrong_kv_entry_changes_the_text() -> None:

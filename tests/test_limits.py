@@ -20,7 +20,7 @@ LAYERS = (
     {"config", "stats", "registry", "block_pool", "kv_cache"},
     {"sequence", "sampling", "progress"},
     {"batch", "memory", "outputs", "scheduler"},
-    {"decode_state", "attention", "requests"},
+    {"decode_state", "attention", "requests", "logprobs"},
     {"models"},
     {"proposers"},
     {"verifiers"},

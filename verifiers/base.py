@@ -21,7 +21,8 @@ AcceptanceRule = Callable[
 
 # Values of Verdict.failed
 BAD_LOGITS = 1  # NaN or infinite target logits, or the request's rules left no token
-BAD_DRAFT = 2  # a drafted id is outside the target's vocabulary
+BAD_DRAFT = 2  # a drafted id outside the target's vocabulary, or more drafts than the row may have
+BAD_RULE = 3  # the acceptance rule kept more than was drafted, or gave an id outside the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Verdict:
         Tensor  # [rows, K + 1] int64: accepted drafts, then the recovered or bonus token, then -1
     )
     num_accepted_tokens: Tensor  # [rows] int64
-    failed: Tensor  # [rows] int64: 0, BAD_LOGITS or BAD_DRAFT
+    failed: Tensor  # [rows] int64: 0, or one of the values above
     logits: Tensor  # [rows, K + 1, vocab] float32, the target's raw logits, for log-probabilities
 
 
@@ -40,6 +41,7 @@ class Verifier(ABC):
     """Decides which drafts stay and what follows them."""
 
     name: str
+    rule_name: str  # the acceptance rule's
 
     @abstractmethod
     def verify(self, state: DecodeState, draft: Draft) -> Verdict:

@@ -103,9 +103,26 @@ class ReferenceBackend(AttentionBackend):
         for group in batch.plan:
             rows = q[group.tokens].view(group.num_rows, group.q_len, *q.shape[1:]).transpose(1, 2)
             keys, values = group.gather(k_cache, v_cache)
-            out = attend_dense(rows, keys, values, group.mask(options.window), options)
+            out = attend_finite(rows, keys, values, group.mask(options.window), options)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_finite(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: AttentionOptions
+) -> Tensor:
+    """attend_dense, where a key that a query does not see cannot harm it: 0 * NaN is NaN.
+
+    A stale or refused token's K/V may hold NaN or infinity. Queries that do see it give NaN.
+    """
+    out = attend_dense(q, k, v, mask, options)
+    if out.device.type == "cpu" and bool(out.isfinite().all()):
+        return out
+    bad = ~(k.isfinite().all(dim=-1) & v.isfinite().all(dim=-1)).all(dim=1)  # [B, L]
+    hidden = bad[:, None, :, None]
+    out = attend_dense(q, k.masked_fill(hidden, 0), v.masked_fill(hidden, 0), mask, options)
+    poisoned = (mask & bad[:, None, None]).any(dim=-1)[..., None]  # [B, 1, Q, 1]
+    return out.masked_fill(poisoned, float("nan"))
 
 
 def attend_dense(

@@ -124,7 +124,12 @@ def source_from_model(model: PreTrainedModel) -> ModelSource:
 
 
 def load_model(
-    source: ModelSource, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    progress: bool = True,
 ) -> PreTrainedModel:
     """Load the weights onto the device, through accelerate's meta initialisation: never a second
     copy.
@@ -139,7 +144,7 @@ def load_model(
                 source.config, trust_remote_code=source.trust_remote_code, **options
             )
     else:
-        model = _load_checkpoint(source, device, options)
+        model = _load_checkpoint(source, device, options, progress)
     if not getattr(model, "_supports_attention_backend", False):  # a class of remote code
         raise ValueError(
             f"{source.name}: {type(model).__name__} does not take an attention backend, so it "
@@ -168,11 +173,19 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-    """Bytes of all parameters in `dtype`, tied ones once, counted on the meta device."""
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(
-            source.config, trust_remote_code=source.trust_remote_code
-        )
+    """Bytes of all parameters in `dtype`, tied ones once, counted on the meta device. Raises
+    ValueError for a config that no model can be built from.
+    """
+    try:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(
+                source.config, trust_remote_code=source.trust_remote_code
+            )
+    except Exception as error:  # transformers raises whatever a wrong field leads to
+        raise ValueError(
+            f"no model can be built from the config of {source.name} "
+            f"({type(error).__name__}: {_first_line(error)}); check its config.json"
+        ) from error
     model.tie_weights()
     count = sum(p.numel() for p in model.parameters())
     return int(count) * dtype.itemsize
@@ -311,8 +324,10 @@ def _read_config(found: str, name: str, revision: str | None, trust_remote_code:
         ) from error
 
 
-def _load_checkpoint(source: ModelSource, device: torch.device, options: dict[str, Any]) -> Any:
-    with _errors_named(source), _quiet():
+def _load_checkpoint(
+    source: ModelSource, device: torch.device, options: dict[str, Any], progress: bool
+) -> Any:
+    with _errors_named(source), _quiet(progress):
         if not os.path.isdir(source.path):
             cached_file(source.path, "config.json", revision=source.revision)
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -330,6 +345,12 @@ def _load_checkpoint(source: ModelSource, device: torch.device, options: dict[st
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
             f"the weights of {source.name} lack {', '.join(missing[:3])}{more}; download them again"
+        )
+    extra = sorted(k for k in info.get("unexpected_keys", ()) if ".layers." in k)
+    if extra:
+        raise ValueError(
+            f"the weights of {source.name} hold tensors that its config has no place for, first "
+            f"{extra[0]}; check that config and weights belong together"
         )
     for entry in info.get("mismatched_keys", ()):  # transformers 4.57 gives the name alone
         name, *shapes = (entry,) if isinstance(entry, str) else entry
@@ -352,14 +373,20 @@ def _errors_named(source: ModelSource) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' report of missing tensors: they are errors here, told in one line."""
-    level = logging.get_verbosity()
+def _quiet(progress: bool) -> Iterator[None]:
+    """Without transformers' report of missing tensors: they are errors here, told in one line.
+    Its progress bar is left out too unless `progress`.
+    """
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    if not progress:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:
