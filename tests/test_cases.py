@@ -22,12 +22,14 @@ from toy import (
     blended_law,
     build_engine,
     chain_law,
+    constant_law,
     output_ids,
     plain_greedy,
     run,
     table_law,
 )
 
+from specdec.batch import ForwardBatch
 from specdec.block_pool import ROOT
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -125,6 +127,20 @@ def test_a03_eos_inside_accepted_run(num_draft_tokens: int, temperature: float) 
     assert (out.finish_reason, out.stop_reason) == ("stop", 14)
     assert output_ids(control) == [11, 12, 13, 14, 15, 16]
     assert control.output().outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 5])
+def test_a03_min_tokens_holds_the_end_back_inside_a_run(num_draft_tokens: int) -> None:
+    """min_tokens was looked at once per step, so the end came early, or late, inside a window.
+
+    The end token is always the best one and 5 the next best: exactly min_tokens fives, then it.
+    """
+    law = constant_law([9.0 if i == 14 else 5.0 if i == 5 else 0.0 for i in range(VOCAB)])
+    for min_tokens in range(9):
+        engine = self_drafting(num_draft_tokens, law, eos_ids=[14])
+        request = engine.add([10], greedy(30, min_tokens=min_tokens))
+        run(engine, check=audit)
+        assert output_ids(request) == [5] * min_tokens + [14]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 5])
@@ -342,6 +358,24 @@ def test_a31_draft_length_follows_accept_and_reject() -> None:
     assert calls[0] == request.output().outputs[0].stats["num_target_steps"]
 
 
+def test_a31_the_draft_catches_up_after_steps_without_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While speculation was off for a row its draft KV fell behind, and was never filled.
+
+    K is 4 and 0 in turn, ten tokens each; D == T must accept everything in every period of K = 4.
+    """
+    engine = self_drafting(4)
+    monkeypatch.setattr(engine.scheduler, "lookahead", lambda seq: 4 if len(seq) // 10 % 2 else 0)
+    request = engine.add([1, 2, 3], greedy(120))
+    run(engine, check=audit)
+    assert output_ids(request) == plain_greedy(LAW, [1, 2, 3], 120)
+    stats = request.output().outputs[0].stats
+    assert stats["acceptance_rate"] == 1.0 and stats["num_draft_tokens"] >= 40
+    origins = request.output().outputs[0].origins
+    assert origins.count("plain") > 30  # positive control: speculation was off in between
+
+
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_a32_blocks_and_the_neighbours_kv(block_size: int) -> None:
     """A window that crossed a block's end wrote into the next sequence's block.
@@ -487,3 +521,31 @@ def test_a35_prefix_cache_changes_nothing(draft_law: str) -> None:
         outputs.append([output_ids(request) for request in requests])
         assert (engine.stats.num_prefix_hit_tokens > 0) == caching
     assert outputs[0] == outputs[1] == [plain_greedy(LAW, prompt, 40) for prompt in prompts]
+
+
+def test_a35_a_block_that_others_may_hold_is_never_written() -> None:
+    """A draft's first feed and the window's first token write KV of committed tokens again. In a
+    shared or registered block that is a write into another sequence's prefix (a race on a GPU).
+
+    Prompts whose length is a multiple of the block size bring the last tokens to a block's end.
+    """
+    writes: list[set[int]] = []
+
+    class Watched(ToyModel):
+        def forward(self, batch: ForwardBatch) -> torch.Tensor:
+            blocks = set((batch.slot_mapping[batch.slot_mapping >= 0] // 16).tolist())
+            writes.append(blocks)
+            assert not blocks & set(engine.pool._hash_of), "a registered block is written"
+            assert not any(engine.pool.shared(block) for block in blocks)
+            return super().forward(batch)
+
+    models = [Watched(law, VOCAB) for law in (LAW, blended_law(LAW, OTHER, 3))]
+    engine = build_engine(*models, num_draft_tokens=4)
+    prompt = [(3 * i) % VOCAB for i in range(64)]
+    for _ in range(2):
+        requests = [engine.add(prompt[:n], greedy(40)) for n in (31, 32, 33, 34, 48, 64)]
+        run(engine, check=audit)
+        for request in requests:
+            assert request.error is None
+            assert output_ids(request) == plain_greedy(LAW, request.prompt_token_ids, 40)
+    assert engine.stats.num_prefix_hit_tokens == 160 and len(writes) > 50  # positive control
