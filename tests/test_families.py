@@ -79,6 +79,14 @@ def test_unknown_members_are_refused_by_their_fields(fields: dict[str, Any], rea
         check_family(config)
 
 
+def test_a_config_without_heads_is_refused() -> None:
+    """Some config classes (assistants around another config) name no attention heads at all."""
+    config = LlamaConfig()
+    config.__dict__["num_attention_heads"] = None
+    with pytest.raises(ValueError, match="uniform"):
+        check_family(config)
+
+
 def test_a_foreign_layer_type_is_refused() -> None:
     config = Qwen2Config(num_hidden_layers=2)
     check_family(config)

@@ -119,9 +119,13 @@ def _obstacle(config: Any, model_type: str) -> str | None:
     ):
         return "it is multimodal; only text models are served"
     try:
-        return _layer_obstacle(config) or _class_obstacle(config, model_type)
-    except RuntimeError:  # transformers >= 5.20: a field that differs from layer to layer
+        reason = _layer_obstacle(config) or _class_obstacle(config, model_type)
+        if reason is None:
+            kv_shape(config)
+    except (RuntimeError, AttributeError, TypeError, ValueError):
+        # A field that differs from layer to layer (transformers >= 5.20), or is not there at all.
         return REASONS["geometry"]
+    return reason
 
 
 def _layer_obstacle(config: Any) -> str | None:
