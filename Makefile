@@ -6,8 +6,8 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 VENV4 ?= .venv-transformers4
 STAMP4 = $(VENV4)/.installed
-PROMPT ?= Explain in a few sentences why the sky is blue, then say it again for a child.
-TRANSFORMERS4_TESTS ?= tests/test_models.py tests/test_loading.py tests/test_llm.py
+PROMPT ?= Write a Python class Stack with push, pop, peek and is_empty, and show how it is used.
+TRANSFORMERS4_TESTS ?= tests/test_models.py tests/test_loading.py tests/test_llm.py tests/test_families.py
 
 .PHONY: install demo fix check test test-transformers4 gpu-test build clean
 

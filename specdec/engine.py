@@ -49,7 +49,7 @@ class Engine:
         self.pool = pool
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self._target = target
+        self.target = target
         self._proposer = proposer
         self._verifier = verifier
         self._builder = RequestBuilder(
@@ -119,7 +119,7 @@ class Engine:
         with self.stats.phase("schedule"):
             plan = self.scheduler.schedule()
             if plan.new_blocks:
-                self._target.kv_cache.clear(plan.new_blocks)
+                self.target.kv_cache.clear(plan.new_blocks)
                 _tell(self._proposer.clear, plan.new_blocks)
         self.stats.num_steps += 1
         self.stats.num_preemptions += plan.num_preempted
@@ -170,12 +170,12 @@ class Engine:
                 wanted.append((span, len(indices)))
                 indices += range(first, first + span.length)
             first += span.length
-        cache = self._target.kv_cache
+        cache = self.target.kv_cache
         with self.stats.phase("prefill"):
             batch = ForwardBatch.ragged(
-                spans, cache.block_size, cache.padding_block, self._target.device, indices
+                spans, cache.block_size, cache.padding_block, self.target.device, indices
             )
-            logits = self._target.forward(batch)
+            logits = self.target.forward(batch)
             self._proposer.extend([s for s in spans if self.scheduler.lookahead(s.seq)])
         self.stats.num_prompt_tokens += first
         for span, row in wanted:
@@ -196,7 +196,7 @@ class Engine:
 
     def _decode(self, plan: StepPlan) -> Iterable[Request]:
         """Draft, verify, read the small result, commit."""
-        cache = self._target.kv_cache
+        cache = self.target.kv_cache
         live = [
             (seq, k)
             for seq, k in zip(plan.decode, plan.num_draft_tokens, strict=True)
@@ -211,8 +211,8 @@ class Engine:
                 [k for _, k in live],
                 block_size=cache.block_size,
                 padding_block=cache.padding_block,
-                vocab_size=self._target.vocab_size,
-                device=self._target.device,
+                vocab_size=self.target.vocab_size,
+                device=self.target.device,
             )
             draft = _checked_draft(self._proposer, state)
         with self.stats.phase("verify"):
@@ -296,12 +296,12 @@ class Engine:
         if code == BAD_DRAFT:
             return (
                 f"proposer {self._proposer.name!r} drafted an id outside the vocabulary of "
-                f"{self._target.vocab_size} tokens, or another number of tokens than it may"
+                f"{self.target.vocab_size} tokens, or another number of tokens than it may"
             )
         if code == BAD_RULE:
             return (
                 f"acceptance rule {self._verifier.rule_name!r} kept more drafts than there were, "
-                f"or gave an id outside the vocabulary of {self._target.vocab_size} tokens"
+                f"or gave an id outside the vocabulary of {self.target.vocab_size} tokens"
             )
         return (
             "the target's logits were NaN or infinite, or allowed_token_ids, bad_words and "

@@ -29,6 +29,14 @@ def cpu_pair(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def cpu_attention(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cpu_attention
+
+    return cpu_attention
+
+
+@pytest.fixture
 def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import common
@@ -171,3 +179,15 @@ def test_spread_and_table(common: ModuleType) -> None:
     assert (spread.median, spread.min, spread.max) == (2.0, 1.0, 3.0)
     assert spread.text(1) == "2.0 (1.0-3.0)"
     assert common.table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_cpu_attention_saves_shares(
+    cpu_attention: ModuleType, tiny_folder: Path, tmp_path: Path
+) -> None:
+    options = ["--context=40", "--repeats=2", f"--target={tiny_folder}", f"--out={tmp_path}"]
+    assert cpu_attention.main(options) == 0
+    found = json.loads((tmp_path / "cpu_attention.json").read_text(encoding="utf-8"))
+    assert [one["case"].split()[0] for one in found["results"]] == ["prefill", "decode", "verify"]
+    for one in found["results"]:
+        assert one["attention_share"].keys() == SPREAD
+        assert 0 < one["attention_share"]["min"] <= one["attention_share"]["max"] < 1

@@ -426,7 +426,7 @@ def test_a32_blocks_and_the_neighbours_kv(block_size: int) -> None:
 
 def snapshot(engine: Engine) -> list[torch.Tensor]:
     """The K tensors of both models, without the padding block."""
-    models = [engine._target, engine._proposer.model]  # type: ignore[attr-defined]
+    models = [engine.target, engine._proposer.model]  # type: ignore[attr-defined]
     return [model.kv_cache.k[0][:-1].flatten().clone() for model in models]
 
 
@@ -489,7 +489,7 @@ def audit_hashes(engine: Engine, requests: list[Request]) -> None:
     committed = committed_blocks(engine, requests)
     for block, digest in engine.pool._hash_of.items():
         assert digest in committed, "a block with tokens that were never emitted is hashed"
-        for model in (engine._target, engine._proposer.model):  # type: ignore[attr-defined]
+        for model in (engine.target, engine._proposer.model):  # type: ignore[attr-defined]
             ids = model.kv_cache.k[0][block].flatten().long().tolist()
             assert ids == committed[digest], "a registered block holds other tokens"
 

@@ -68,7 +68,7 @@ def first_tokens(engine: Engine, count: int, **fields: Any) -> torch.Tensor:
         engine.add([1, 2], SamplingParams(max_tokens=1, seed=7 * i, **fields)) for i in range(count)
     ]
     run(engine)
-    counts = torch.zeros(engine._target.vocab_size)
+    counts = torch.zeros(engine.target.vocab_size)
     for request in requests:
         counts[output_ids(request)[0]] += 1
     return counts

@@ -204,7 +204,7 @@ def test_a_wrong_kv_entry_changes_the_text() -> None:
     for request in requests:
         table = request.samples[0].seq.block_table
         if table:
-            engine._target.kv_cache.k[0][table[0], 0] += 1.0
+            engine.target.kv_cache.k[0][table[0], 0] += 1.0
     run(engine)
     _, expected = models("llama", 20)
     assert [output_ids(request) for request in requests] != expected

@@ -116,7 +116,7 @@ def check_order(engine: Engine) -> None:
 def check_step(engine: Engine, load: Load) -> None:
     """Run one step: the oldest request gets on, and the budget holds."""
     scheduler, options = engine.scheduler, load.options
-    models = [engine._target, getattr(engine._proposer, "model", engine._target)]
+    models = [engine.target, getattr(engine._proposer, "model", engine.target)]
     for model in models:
         model.counts.clear()
     live = [*scheduler.running, *scheduler.waiting]

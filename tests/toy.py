@@ -162,7 +162,7 @@ def audit(engine: Engine) -> None:
     """KV below each counter equals the tokens, in both models; the pool is sound."""
     engine.pool.check_integrity()
     for seq in engine.scheduler.running:
-        _audit_model(engine._target, seq, seq.num_computed_tokens)
+        _audit_model(engine.target, seq, seq.num_computed_tokens)
         proposer = engine._proposer
         if isinstance(proposer, DraftModelProposer):
             _audit_model(proposer.model, seq, seq.num_draft_computed_tokens)
