@@ -67,10 +67,12 @@ class NgramProposer(Proposer):
         self._indices: dict[int, NgramIndex] = {}  # by seq_id
 
     def propose(self, state: DecodeState) -> Draft:
-        drafts = []
-        for seq, count in zip(state.seqs, state.num_draft_tokens, strict=True):
-            drafts.append(self._draft(seq, count) if count else [])
-        return Draft.from_lists(drafts, state.device)
+        return Draft.from_lists(self.find(state), state.device)
+
+    def find(self, state: DecodeState) -> list[list[int]]:
+        """The drafts of each row; none where nothing matches."""
+        rows = zip(state.seqs, state.num_draft_tokens, strict=True)
+        return [self._draft(seq, count) if count else [] for seq, count in rows]
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq.seq_id, None)

@@ -41,6 +41,7 @@ from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
 from specdec.models.vocabulary import check_vocabularies
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.registry import Registry
@@ -78,6 +79,14 @@ def _draft_model(context: ProposerContext) -> Proposer:
     return DraftModelProposer(context.draft, context.config.max_num_batched_tokens)
 
 
+def _hybrid(context: ProposerContext) -> Proposer:
+    if context.draft is None:
+        raise ValueError("proposer='hybrid' needs a draft beside the lookup: give draft=...")
+    lookup = NgramProposer(context.config.hybrid_ngram, context.config.hybrid_ngram)
+    model = DraftModelProposer(context.draft, context.config.max_num_batched_tokens)
+    return HybridProposer(lookup, model)
+
+
 def _ngram(context: ProposerContext) -> Proposer:
     return NgramProposer(context.config.ngram_min, context.config.ngram_max)
 
@@ -85,7 +94,12 @@ def _ngram(context: ProposerContext) -> Proposer:
 PROPOSERS: Registry[Callable[[ProposerContext], Proposer]] = Registry(
     "proposer",
     "specdec.proposers",
-    {"draft_model": _draft_model, "ngram": _ngram, "none": lambda context: NoProposer()},
+    {
+        "draft_model": _draft_model,
+        "hybrid": _hybrid,
+        "ngram": _ngram,
+        "none": lambda context: NoProposer(),
+    },
 )
 ACCEPTANCE_RULES: Registry[AcceptanceRule] = Registry(
     "acceptance rule",

@@ -86,7 +86,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--draft", help="the same for a draft model; without one, drafts come from the text"
     )
     models.add_argument("-k", "--num-draft-tokens", type=int, help="lookahead; 0 = plain decoding")
-    models.add_argument("--proposer", help="auto, draft_model, ngram, none, or a plugin's name")
+    models.add_argument("--proposer", help="auto, draft_model, ngram, hybrid, none or a plugin")
     models.add_argument(
         "--acceptance", help="acceptance rule: rejection, greedy, or a plugin's name"
     )

@@ -173,7 +173,7 @@ class EngineConfig:
     """
 
     num_draft_tokens: int = 5  # K, the lookahead; 0 = plain decoding
-    proposer: str = "auto"  # auto: draft_model with a draft, else ngram; none; or a registered name
+    proposer: str = "auto"  # draft_model with a draft, else ngram; hybrid, none, a plugin's name
     acceptance: str = "rejection"  # the acceptance rule
     attention: str = "auto"
     device: str = "auto"
@@ -191,6 +191,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     ngram_min: int = 2  # prompt lookup: shortest and longest match
     ngram_max: int = 4
+    hybrid_ngram: int = 6  # hybrid: a match of this many tokens comes before the draft model
 
     def __post_init__(self) -> None:
         _whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
@@ -208,6 +209,7 @@ class EngineConfig:
         _number("memory_utilization", self.memory_utilization, 0.0, 1.0, open_low=True)
         _whole("ngram_min", self.ngram_min, 1, 64)
         _whole("ngram_max", self.ngram_max, self.ngram_min, 64)
+        _whole("hybrid_ngram", self.hybrid_ngram, 1, 64)
         for name in ("trust_remote_code", "enable_prefix_caching"):
             _flag(name, getattr(self, name))
         if self.max_model_len == 1:

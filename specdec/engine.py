@@ -244,7 +244,7 @@ class Engine:
             return sample.text.push(token, may_stop=seq.num_output_tokens >= min_tokens)
 
         num_kept = seq.accept(run, self.scheduler.max_model_len, stop_text)
-        seq.roll(num_drafted, self._proposer.uses_kv)
+        seq.roll(num_drafted)
         request.first_token_at = request.first_token_at or time.perf_counter()
         self.stats.record(num_drafted, len(run) - 1, num_kept)
         sample.stats.record(num_drafted, len(run) - 1, num_kept)

@@ -79,15 +79,19 @@ class Sequence:
                 return num_kept
         return len(run)
 
-    def roll(self, num_drafted: int, draft_has_kv: bool) -> None:
+    def roll(self, num_drafted: int) -> None:
         """Set both counters after a step that drafted `num_drafted` tokens and committed its run.
 
         tokens:   [ ... committed before ... | kept drafts | recovered or bonus ]
         target KV  valid                       valid         not yet
         draft KV   valid                       valid but for the last draft, which was never fed
+
+        The draft's counter stays where it is unless the draft model ran for this step: then it has
+        set it to the number of committed tokens, one above the target's.
         """
+        model_drafted = self.num_draft_computed_tokens > self.num_computed_tokens
         self.num_computed_tokens = len(self.token_ids) - 1
-        if num_drafted and draft_has_kv:
+        if num_drafted and model_drafted:
             fed = self.num_draft_computed_tokens + num_drafted - 1
             self.num_draft_computed_tokens = min(fed, len(self.token_ids) - 1)
 

@@ -163,7 +163,7 @@ def audit(engine: Engine) -> None:
     engine.pool.check_integrity()
     for seq in engine.scheduler.running:
         _audit_model(engine.target, seq, seq.num_computed_tokens)
-        proposer = engine._proposer
+        proposer = getattr(engine._proposer, "_model", engine._proposer)  # hybrid holds one
         if isinstance(proposer, DraftModelProposer):
             _audit_model(proposer.model, seq, seq.num_draft_computed_tokens)
         if seq.prefilled:
