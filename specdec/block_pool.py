@@ -15,10 +15,10 @@ class BlockPool:
 
     A block is in one of three states:
 
-        in use      ref_count > 0                    held by one sequence or, when its prefix is
-        shared, several cached      ref_count = 0, hash registered   content kept for later hits,
-        evicted least recently used first free        ref_count = 0, no hash           content
-        worthless
+        in use    ref_count > 0; held by one sequence, or by several that share a prefix
+        cached    ref_count = 0, its hash registered; kept for later hits, evicted least
+                  recently used first
+        free      ref_count = 0, no hash; its content is worthless
     """
 
     def __init__(

@@ -31,8 +31,9 @@ class LLM:
         draft: the same, for a small model of the same vocabulary; None drafts from the text itself
             (n-gram lookup).
         tokenizer: replaces the target's own.
-        progress: show progress bars while downloading, converting and generating. **options: fields
-            of EngineConfig, such as num_draft_tokens=5, attention="auto", num_blocks=None.
+        progress: show progress bars while downloading, converting and generating.
+        options: fields of EngineConfig, such as num_draft_tokens=5, attention="auto" or
+            num_blocks=None.
 
     All methods may be called from several threads at once: whoever waits runs the next step for
     all.
