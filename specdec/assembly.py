@@ -4,6 +4,7 @@ before weights load.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ from specdec.verifiers.greedy import refuse_sampling
 from specdec.verifiers.rejection import rejection
 from specdec.verifiers.target_model import TargetModelVerifier
 
+logger = logging.getLogger("specdec")
+
 ModelName: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
@@ -74,14 +77,12 @@ class Assembled:
 
 
 def _draft_model(context: ProposerContext) -> Proposer:
-    if context.draft is None:
-        raise ValueError("proposer='draft_model' needs a draft: give draft=...")
+    assert context.draft is not None
     return DraftModelProposer(context.draft, context.config.max_num_batched_tokens)
 
 
 def _hybrid(context: ProposerContext) -> Proposer:
-    if context.draft is None:
-        raise ValueError("proposer='hybrid' needs a draft beside the lookup: give draft=...")
+    assert context.draft is not None
     lookup = NgramProposer(context.config.hybrid_ngram, context.config.hybrid_ngram)
     model = DraftModelProposer(context.draft, context.config.max_num_batched_tokens)
     return HybridProposer(lookup, model)
@@ -101,6 +102,9 @@ PROPOSERS: Registry[Callable[[ProposerContext], Proposer]] = Registry(
         "none": lambda context: NoProposer(),
     },
 )
+NEEDS_DRAFT = ("draft_model", "hybrid")
+NEEDS_NO_DRAFT = ("ngram", "none")
+# Steps in which every row is greedy compare with the argmax under any rule; the rule is for others.
 ACCEPTANCE_RULES: Registry[AcceptanceRule] = Registry(
     "acceptance rule",
     "specdec.verifiers",
@@ -134,12 +138,11 @@ def assemble(
 ) -> Assembled:
     """Build an engine. Raises ValueError, ImportError or FileNotFoundError with a remedy."""
     device = resolve_device(config.device, target)
-    proposer_name = config.proposer
-    if proposer_name == "auto":
-        proposer_name = "draft_model" if draft is not None else "ngram"
-    if config.num_draft_tokens == 0:
-        proposer_name = "none"
+    proposer_name = _proposer_name(config, draft is not None)
     make_proposer = PROPOSERS.get(proposer_name)
+    if proposer_name in NEEDS_NO_DRAFT and draft is not None:
+        logger.info("the draft stays unloaded: proposer %r does not use it", proposer_name)
+        draft = None
     rule = ACCEPTANCE_RULES.get(config.acceptance)
     part = partial(_part, config=config, device=device, progress=progress)
     target_part = part("target", target)
@@ -184,6 +187,19 @@ def assemble(
         "block_size": block_size,
     }
     return Assembled(engine, own_tokenizer, choice, memory, description)
+
+
+def _proposer_name(config: EngineConfig, has_draft: bool) -> str:
+    """The proposer that will run. Raises ValueError if it needs a draft and there is none."""
+    if config.proposer != "auto":
+        PROPOSERS.get(config.proposer)  # a wrong name is refused at K = 0 too
+    if config.num_draft_tokens == 0:
+        return "none"
+    if config.proposer == "auto":
+        return "draft_model" if has_draft else "ngram"
+    if config.proposer in NEEDS_DRAFT and not has_draft:
+        raise ValueError(f"proposer={config.proposer!r} needs a draft model: give draft=...")
+    return config.proposer
 
 
 def _describe(parts: list[_Part], config: EngineConfig, memory: MemoryPlan) -> dict[str, Any]:

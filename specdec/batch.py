@@ -101,8 +101,9 @@ class ForwardBatch:
         """Decode: row i appends token_ids[i] [Q] at starts[i]; only its first num_valid[i] tokens
         are real.
 
-        Pure tensor arithmetic, so that a whole step can be captured. The host has checked that
-        `block_table` covers max_seqlen_k tokens.
+        Pure tensor arithmetic, so that a whole step can be captured. Kernels that append by
+        `block_table` and not by slot write all Q tokens of a row: DecodeState makes every row's
+        table, filled up with the padding block, cover the longest row and window.
         """
         num_rows, q_len = token_ids.shape
         offsets = torch.arange(q_len, device=token_ids.device)
@@ -140,8 +141,8 @@ def check_table(row: int, num_blocks: int, num_tokens: int, block_size: int) -> 
         )
 
 
-def pad_tables(tables: Seq[Seq[int]], padding_block: int) -> Tensor:
+def pad_tables(tables: Seq[Seq[int]], padding_block: int, min_width: int = 0) -> Tensor:
     """[rows, max_blocks] int32, short tables filled up with the padding block."""
-    width = max(len(table) for table in tables)
+    width = max(min_width, *(len(table) for table in tables))
     rows = [[*table, *([padding_block] * (width - len(table)))] for table in tables]
     return torch.tensor(rows, dtype=torch.int32)

@@ -97,6 +97,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--max-model-len", type=int, help="tokens per sequence, prompt included")
     models.add_argument("--num-blocks", type=int, help="KV blocks shared by both models")
     models.add_argument("--block-size", type=int, help="tokens per KV block, 16 to 256")
+    models.add_argument("--max-num-seqs", type=int, help="sequences running at once")
+    models.add_argument("--max-num-batched-tokens", type=int, help="tokens of one step")
+    models.add_argument(
+        "--memory-utilization", type=float, help="share of free memory to use (default 0.9)"
+    )
     models.add_argument("--trust-remote-code", action="store_true", default=None)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--system", help="system message in front of the prompt")
@@ -128,6 +133,9 @@ ENGINE_FIELDS = [
     "max_model_len",
     "num_blocks",
     "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "memory_utilization",
     "trust_remote_code",
 ]
 SAMPLING_FIELDS = [
@@ -276,6 +284,9 @@ def _chat(args: argparse.Namespace) -> int:
             continue
         except KeyboardInterrupt:
             print("\n(stopped)", file=sys.stderr)
+            continue
+        if output.error:
+            print(f"specdec: the answer failed: {output.error}", file=sys.stderr)
             continue
         messages = [*asked, {"role": "assistant", "content": output.text}]
 

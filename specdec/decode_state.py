@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.batch import ForwardBatch, check_table, pad_tables
 from specdec.sampling.noise import WindowUniforms, window_uniforms
 from specdec.sampling.rows import RowSource, SamplingRows
-from specdec.sequence import Sequence
+from specdec.sequence import Sequence, blocks_for
 
 
 @dataclass(slots=True)
@@ -63,6 +63,9 @@ class DecodeState:
     ) -> DecodeState:
         """Gather the rows' tensors. Raises ValueError if a block table does not cover n + K
         tokens.
+
+        A row of few drafts is computed as wide as the widest: `block_table` sends what lies behind
+        its own blocks to the padding block.
         """
         for row, (seq, num_drafts) in enumerate(zip(seqs, num_draft_tokens, strict=True)):
             check_table(row, len(seq.block_table), len(seq) + num_drafts, block_size)
@@ -71,6 +74,10 @@ class DecodeState:
         uniforms = None
         if not sampling.all_greedy:
             uniforms = window_uniforms(sampling.seeds, seq_lens, max(num_draft_tokens) + 1)
+        longest = max(len(seq) for seq in seqs) + max(num_draft_tokens)
+        tables = pad_tables(
+            [seq.block_table for seq in seqs], padding_block, blocks_for(longest, block_size)
+        )
         last = [[seq.token_ids[-2:][0], seq.token_ids[-1]] for seq in seqs]
         return cls(
             seqs=list(seqs),
@@ -78,7 +85,7 @@ class DecodeState:
             draft_limits=torch.tensor(num_draft_tokens, dtype=torch.int64).to(device),
             last_token_ids=torch.tensor(last, dtype=torch.int64).to(device),
             seq_lens=seq_lens,
-            block_table=pad_tables([seq.block_table for seq in seqs], padding_block).to(device),
+            block_table=tables.to(device),
             block_size=block_size,
             vocab_size=vocab_size,
             sampling=sampling,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.outputs import Request, RequestOutput
 from specdec.stats import SpecStats
+
+ADD_SECONDS = 1e-4  # how often a stepping thread looks whether others have added
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,12 @@ class Driver:
         self.engine = engine
         self._lock = threading.Lock()
         self._to_abort: deque[str] = deque()
+        self._adding: deque[None] = deque()  # one entry per thread that wants to add
 
     def add(self, queries: Sequence[Query]) -> list[Request]:
         """Queue all or, if one cannot be served, none (ValueError names which)."""
         requests: list[Request] = []
-        with self._engine_at_rest() as engine:
+        with self._announced(), self._engine_at_rest() as engine:
             try:
                 for query in queries:
                     requests.append(engine.add(query.token_ids, query.params, prompt=query.text))
@@ -60,6 +64,7 @@ class Driver:
         """Step until all are finished; `advance` hears how many more are, after each step."""
         pending = list(requests)
         while pending:
+            self._let_others_add()
             with self._engine_at_rest() as engine:
                 if not all(request.finished for request in pending):
                     engine.step()
@@ -71,6 +76,7 @@ class Driver:
     def advance(self, request: Request, seen: int) -> tuple[int, RequestOutput]:
         """Step until the request has more than `seen` tokens or is finished."""
         while True:
+            self._let_others_add()
             with self._engine_at_rest() as engine:
                 count = sum(sample.seq.num_output_tokens for sample in request.samples)
                 if count > max(seen, 0) or request.finished:
@@ -108,6 +114,20 @@ class Driver:
         while self._to_abort:
             self.engine.abort(self._to_abort.popleft())
         self.engine.take_ended()  # nobody asks for them: requests are watched one by one
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Say that this thread wants to add: the lock is not fair by itself."""
+        self._adding.append(None)
+        try:
+            yield
+        finally:
+            self._adding.pop()
+
+    def _let_others_add(self) -> None:
+        """Between two steps: new requests join the batch before the next one."""
+        while self._adding:
+            time.sleep(ADD_SECONDS)
 
     @contextmanager
     def _engine_at_rest(self) -> Iterator[Engine]:

@@ -29,9 +29,10 @@ logger = logging.getLogger("specdec")
 
 
 class Engine:
-    """Serves requests by continuous batching. Not thread-safe: LLM adds a lock.
+    """Serves requests by continuous batching. Not thread-safe: Driver adds a lock.
 
-    A request that fails (NaN logits, a broken plugin) ends with finish_reason "error" and a text;
+    A request that fails (NaN logits, a broken plugin) ends with finish_reason "error" and its error
+    set;
     its blocks are freed and the others go on.
     """
 
@@ -58,6 +59,7 @@ class Engine:
             target.vocab_size,
             scheduler.max_model_len,
             scheduler.num_draft_tokens,
+            greedy_only=verifier.rule_name == "greedy",
         )
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, tuple[Request, Sample]] = {}
@@ -268,7 +270,11 @@ class Engine:
         """The sequence leaves: its blocks go back; `early` when no step is about to report it."""
         request, sample = self._samples[seq]
         if reason != "error":
-            sample.text.finish()
+            completed = sample.text.finish(
+                may_stop=reason == "length" and seq.num_output_tokens >= seq.params.min_tokens
+            )
+            if completed is not None:
+                reason, seq.stop_reason = "stop", completed
         seq.finish_reason = reason
         self.scheduler.remove(seq)
         del self._samples[seq]
@@ -281,7 +287,9 @@ class Engine:
             del self._requests[request.request_id]
 
     def _fail(self, seq: Sequence, error: str) -> None:
-        """End the whole request with an error; its KV is never reused as a prefix."""
+        """End the whole request with an error; KV that it alone holds is never reused as a
+        prefix.
+        """
         request, _ = self._samples[seq]
         request.error = error
         self.stats.num_failed += 1

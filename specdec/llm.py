@@ -107,7 +107,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
     ) -> Iterator[RequestOutput]:
-        """Yield the growing output after each step; leaving the loop early aborts the request."""
+        """Yield the growing output after each step that emits; leaving early aborts."""
         queries = self._queries([prompt], _params_per_prompt(params, fields, 1))
         (request,) = self._driver.add(queries)
         try:
@@ -188,11 +188,6 @@ class LLM:
 
     def _queries(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Query]:
         """Tokenise text prompts; token ids stay as they are."""
-        if self.config.acceptance == "greedy" and not all(own.greedy for own in params):
-            raise ValueError(
-                "acceptance='greedy' serves temperature 0 only; lower the request's temperature, "
-                "or build the engine with acceptance='rejection'"
-            )
         return [
             Query(self.encode(p), own, p) if isinstance(p, str) else Query(_token_ids(p), own)
             for p, own in zip(prompts, params, strict=True)
@@ -204,7 +199,11 @@ def _is_one(prompts: Any) -> bool:
         return True
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts must be a text, token ids, or a list of these, got {prompts!r}")
-    return len(prompts) > 0 and hasattr(prompts[0], "__index__")
+    if len(prompts) == 0:
+        return False
+    first = prompts[0]
+    is_number = hasattr(first, "__index__") and getattr(first, "ndim", 0) == 0
+    return is_number or isinstance(first, float)  # a float is refused as a token, with its reason
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -44,7 +44,7 @@ def compare_with_plain(
     """Decode greedily twice, with and without speculation, and report every first difference.
 
     Raises ValueError for parameters that sample: under `rejection` the law is the same, the text of
-    a seed is not.
+    a seed is not. Raises RuntimeError if a request failed.
     """
     params = params or SamplingParams(temperature=0)
     if not params.greedy:
@@ -53,6 +53,8 @@ def compare_with_plain(
     speculative = llm.generate(list(prompts), replace(params, logprobs=None))
     differences = []
     for i, (one, other) in enumerate(zip(plain, speculative, strict=True)):
+        if one.error or other.error:
+            raise RuntimeError(f"prompt {i} failed, nothing to compare: {one.error or other.error}")
         ours, theirs = one.token_ids, other.token_ids
         if ours == theirs:
             continue

@@ -110,10 +110,15 @@ class TextStream:
             return None
         return self._cut(old)
 
-    def finish(self) -> None:
-        """Put out what was held back as half a character."""
-        if self._tokenizer is not None:
-            self._extend(final=True)
+    def finish(self, *, may_stop: bool = False) -> str | None:
+        """Put out what was held back as half a character; the stop string that this completes, as
+        in `push`.
+        """
+        if self._tokenizer is None:
+            return None
+        old = len(self.text)
+        self._extend(final=True)
+        return self._cut(old) if may_stop and len(self.text) > old else None
 
     @property
     def safe_length(self) -> int:

@@ -28,6 +28,7 @@ class RequestBuilder:
         vocab_size: int,
         max_model_len: int,
         num_draft_tokens: int,
+        greedy_only: bool = False,
     ) -> None:
         self._tokenizer: Tokenizer | None = tokenizer
         self._encode = None if tokenizer is None else tokenizer.encode
@@ -35,6 +36,7 @@ class RequestBuilder:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._num_draft_tokens = num_draft_tokens
+        self._greedy_only = greedy_only
         self._counter = itertools.count()
 
     def build(
@@ -49,7 +51,12 @@ class RequestBuilder:
         self._check_prompt(prompt_token_ids, params)
         self._check_params(params)
         number = next(self._counter)
-        request_id = f"request-{number}" if request_id is None else request_id
+        if request_id is None:
+            names = (
+                f"request-{number}",
+                *(f"request-{number}-{i}" for i in range(1, len(taken) + 1)),
+            )
+            request_id = next(name for name in names if name not in taken)
         if request_id in taken:
             raise ValueError(f"request_id {request_id!r} is being served already; use another")
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -104,6 +111,11 @@ class RequestBuilder:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if self._greedy_only and not params.greedy:
+            raise ValueError(
+                f"acceptance='greedy' serves temperature 0 only, got {params.temperature}; lower "
+                f"the request's temperature, or build the engine with acceptance='rejection'"
+            )
         asked = params.num_draft_tokens
         if asked is not None and asked > self._num_draft_tokens:
             raise ValueError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from specdec.block_pool import BlockPool
 from specdec.sequence import Sequence, Span, blocks_for
 
-PROMPT_LOGPROBS_CHUNK = 256  # prompt tokens whose logits are held at once
+PROMPT_LOGPROBS_CHUNK = 256  # prompt tokens of a step whose logits are wanted
 
 
 @dataclass(slots=True)
@@ -21,6 +21,7 @@ class StepPlan:
     decode: list[Sequence] = field(default_factory=list)
     num_draft_tokens: list[int] = field(default_factory=list)  # per decoding sequence
     new_blocks: list[int] = field(default_factory=list)  # handed out now, with stale content
+    num_prompt_logits: int = 0  # prompt tokens of this step whose logits are wanted
     num_preempted: int = 0
     num_prefix_hit_tokens: int = 0
 
@@ -133,7 +134,8 @@ class Scheduler:
     def _plan_prefill(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         length = min(budget, len(seq) - 1 - seq.num_computed_tokens)
         if seq.params.prompt_logprobs is not None:
-            length = min(length, PROMPT_LOGPROBS_CHUNK)
+            length = min(length, PROMPT_LOGPROBS_CHUNK - plan.num_prompt_logits)
+            plan.num_prompt_logits += max(length, 0)
         if length > 0:
             plan.prefill.append(Span(seq, seq.num_computed_tokens, length))
         return max(length, 0)

@@ -23,6 +23,15 @@ DEFINITIONS = {
         "share of the drafts proposed at window position i (0-based) that were kept"
     ),
     "mean_accepted_length": "num_emitted_tokens / num_target_steps, the bonus token included",
+    "num_steps": "engine steps, prefill and decode together",
+    "num_requests": "requests that were queued",
+    "num_finished": "requests that ended, failed and aborted ones included",
+    "num_failed": "requests that ended with an error",
+    "num_preemptions": "sequences that gave their blocks back and are computed again",
+    "num_prompt_tokens": (
+        "tokens prefilled by the target: prompts, and what a preempted sequence had already"
+    ),
+    "num_prefix_hit_tokens": "tokens whose KV came from the prefix cache",
     "seconds": (
         "wall-clock time per phase; on a GPU, launches are asynchronous and waits fall to `read`"
     ),
@@ -70,8 +79,7 @@ class SpecStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All counts and rates, ready for JSON."""
-        names = [name for name in DEFINITIONS if name != "seconds"]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in DEFINITIONS if hasattr(self, name)}
 
 
 @dataclass(slots=True)
@@ -99,20 +107,9 @@ class EngineStats(SpecStats):
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def as_dict(self) -> dict[str, Any]:
-        own = {
-            name: getattr(self, name)
-            for name in (
-                "num_steps",
-                "num_requests",
-                "num_finished",
-                "num_failed",
-                "num_preemptions",
-            )
-        }
-        own["num_prompt_tokens"] = self.num_prompt_tokens
-        own["num_prefix_hit_tokens"] = self.num_prefix_hit_tokens
-        counts = SpecStats.as_dict(self)
-        return {**own, **counts, "seconds": {k: round(v, 6) for k, v in self.seconds.items()}}
+        """All counts and rates, ready for JSON; seconds are rounded."""
+        rounded = {name: round(value, 6) for name, value in self.seconds.items()}
+        return {**SpecStats.as_dict(self), "seconds": rounded}
 
 
 def _ratio(part: int, whole: int) -> float:

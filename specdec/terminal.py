@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,17 +42,24 @@ def print_marked(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> Req
     """
     console = Console(highlight=False, soft_wrap=True)
     stream = TextStream(llm.tokenizer, prompt[-8:], skip_special_tokens=params.skip_special_tokens)
-    done = 0
+    pending: deque[tuple[int, str]] = deque()  # where a token's text ends, and its origin
+    done = shown = 0
+
+    def show(text: str, end: int, origin: str, mark: str) -> None:
+        piece = text[shown:end] + ("" if console.is_terminal else mark)
+        console.print(Text(piece, style=STYLES[origin]), end="")
+
     for output in llm.stream(prompt, params):
         sample = output.outputs[0]
         for token, origin in zip(sample.token_ids[done:], sample.origins[done:], strict=True):
-            before = len(stream.text)
             stream.push(token)
-            piece = stream.text[before:]
-            if not console.is_terminal:
-                piece += PLAIN_MARKS[origin]
-            console.print(Text(piece, style=STYLES[origin]), end="")
+            pending.append((len(stream.text), origin))
         done = len(sample.token_ids)
+        while pending and (pending[0][0] <= len(output.text) or output.finished):
+            end, origin = pending.popleft()  # a stop string cuts the text before a token's end
+            show(output.text, end, origin, PLAIN_MARKS[origin])
+            shown = max(shown, min(end, len(output.text)))
+    show(output.text, len(output.text), "plain", "")  # half a character at the very end
     console.print()
     names = ("accepted", "recovered", "bonus")
     if console.is_terminal:

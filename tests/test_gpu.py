@@ -156,6 +156,42 @@ def test_engine_on_flash_equals_engine_on_reference(draft: str | None) -> None:
         assert stats.acceptance_rate > 0.95
 
 
+@needs_flash
+@pytest.mark.parametrize("helper", ["ngram", "second"])
+def test_flash_rows_of_unequal_lookahead_keep_to_their_blocks(helper: str) -> None:
+    """The kernel appends as many tokens to a row without drafts as to the others: behind the end of
+    its block that must not reach a neighbour's. Texts equal those of each request alone.
+    """
+    model = tiny_llama(0, torch.bfloat16)
+    draft = "ngram" if helper == "ngram" else tiny_llama(1, torch.bfloat16)
+    if isinstance(draft, torch.nn.Module):
+        draft.set_attn_implementation(ATTENTION_NAME)
+    prompts = [list(range(5, 5 + n)) for n in (253, 20, 254)]
+    lookaheads = [0, 5, 0]
+    model.set_attn_implementation(ATTENTION_NAME)
+    texts = []
+    for group in ([0, 1, 2], [0], [1], [2]):
+        target = TransformersModel(model, flash())
+        proposer = NgramProposer() if draft == "ngram" else TransformersModel(draft, flash())
+        engine = build_engine(target, proposer, num_draft_tokens=5, num_blocks=24, block_size=256)
+        requests = [
+            engine.add(
+                prompts[i],
+                SamplingParams(temperature=0, max_tokens=40, num_draft_tokens=lookaheads[i]),
+            )
+            for i in group
+        ]
+        run(engine)
+        assert not any(r.error for r in requests)
+        texts.append([(i, output_ids(r)) for i, r in zip(group, requests, strict=True)])
+    alone = dict(pair for text in texts[1:] for pair in text)
+    for i, ids in texts[0]:
+        if ids != alone[i]:
+            at = next(j for j, (a, b) in enumerate(zip(ids, alone[i], strict=True)) if a != b)
+            assert_tie(model, [*prompts[i], *ids[:at]])
+            model.set_attn_implementation(ATTENTION_NAME)
+
+
 def test_fp32_engine_on_the_gpu_equals_the_cpu() -> None:
     """Same weights, greedy and seeded sampling: the same tokens on both devices."""
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -135,7 +135,7 @@ def build_engine(
         num_draft_tokens=num_draft_tokens,
         proposer_max_len=proposer.max_model_len,
     )
-    verifier = TargetModelVerifier(target, rule)
+    verifier = TargetModelVerifier(target, rule, "rejection")
     return Engine(target, proposer, verifier, pool, scheduler, tokenizer=tokenizer, eos_ids=eos_ids)
 
 
@@ -166,6 +166,10 @@ def audit(engine: Engine) -> None:
         proposer = getattr(engine._proposer, "_model", engine._proposer)  # hybrid holds one
         if isinstance(proposer, DraftModelProposer):
             _audit_model(proposer.model, seq, seq.num_draft_computed_tokens)
+            _, sample = engine._samples[seq]
+            drafted = sample.origins and sample.origins[-1] != "plain" and seq.prefilled
+            if drafted and proposer is engine._proposer and engine.scheduler.lookahead(seq):
+                assert seq.num_draft_computed_tokens in (len(seq) - 2, len(seq) - 1)
         if seq.prefilled:
             assert seq.num_computed_tokens == len(seq) - 1
 

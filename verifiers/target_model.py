@@ -31,9 +31,7 @@ class TargetModelVerifier(Verifier):
 
     name = "target_model"
 
-    def __init__(
-        self, model: PagedModel, rule: AcceptanceRule, rule_name: str = "rejection"
-    ) -> None:
+    def __init__(self, model: PagedModel, rule: AcceptanceRule, rule_name: str) -> None:
         self.model = model
         self.rule_name = rule_name
         self._rule = rule

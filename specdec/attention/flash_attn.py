@@ -30,7 +30,7 @@ def flash_module() -> ModuleType:
     remedy = "install it with: pip install 'flash-attn>=2.5' (CUDA, built against your torch)"
     try:
         module = importlib.import_module("flash_attn")
-        version = tuple(int(part) for part in module.__version__.split(".")[:2])
+        version = _version(module)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"attention='flash_attn' needs the package flash-attn ({error}); {remedy}"
@@ -42,13 +42,18 @@ def flash_module() -> ModuleType:
     return module
 
 
+def _version(module: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+
 class FlashAttnBackend(AttentionBackend):
-    """MHA, GQA and MQA, window and softcap. Block sizes are multiples of 256."""
+    """MHA, GQA and MQA, window and softcap. Blocks have 256 tokens."""
 
     name = "flash_attn"
 
     def __init__(self) -> None:
         self._flash: Any = flash_module()
+        self._has_softcap = _version(self._flash) >= (2, 6)
 
     def supports(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -88,6 +93,11 @@ class FlashAttnBackend(AttentionBackend):
             "block_table": batch.block_table,
         }
         if options.softcap is not None:
+            if not self._has_softcap:
+                raise ValueError(
+                    f"this model's softcap needs flash-attn 2.6, got {self._flash.__version__}; "
+                    f"upgrade it, or set attention='reference'"
+                )
             common["softcap"] = options.softcap
         if batch.plan is None:
             rows = (batch.num_seqs, batch.max_seqlen_q)
