@@ -28,6 +28,7 @@ from specdec.memory import (
     workspace_bytes,
 )
 from specdec.models.families import check_family, kv_shape, max_context
+from specdec.models.lean_model import lean_or_transformers
 from specdec.models.loading import (
     ModelSource,
     eos_token_ids,
@@ -38,7 +39,7 @@ from specdec.models.loading import (
     source_from_model,
     weight_bytes,
 )
-from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
+from specdec.models.paged_model import ATTENTION_NAME, PagedModel
 from specdec.models.vocabulary import check_vocabularies
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
@@ -62,7 +63,7 @@ class ProposerContext:
     """What a proposer factory may use."""
 
     config: EngineConfig
-    draft: TransformersModel | None
+    draft: PagedModel | None
 
 
 @dataclass(slots=True)
@@ -149,17 +150,15 @@ def assemble(
     parts = [target_part] if draft is None else [target_part, part("draft", draft)]
     own_tokenizer = tokenizer or load_tokenizer(target_part.source)
     if draft is not None:
-        check_vocabularies(
-            own_tokenizer,
-            load_tokenizer(parts[1].source),
-            target_part.source.config.get_text_config().vocab_size,
-            parts[1].source.config.get_text_config().vocab_size,
-        )
+        _check_pair(own_tokenizer, *parts)
     geometry = [(p.dtype, kv_shape(p.source.config).head_dim) for p in parts]
     choice = select_backend(config.attention, device, geometry)
     block_size = _block_size(config.block_size, choice)
     memory = _plan(parts, config, device, block_size)
-    models = [_load(p, choice, device, memory.num_blocks, block_size, progress) for p in parts]
+    loaded = [_load(p, choice, device, config, progress) for p in parts]
+    models = [model for model, _ in loaded]
+    for model in models:
+        model.attach(memory.num_blocks, block_size)
     pool = BlockPool(memory.num_blocks, block_size, config.enable_prefix_caching)
     proposer = make_proposer(ProposerContext(config, models[1] if draft is not None else None))
     engine = Engine(
@@ -181,12 +180,22 @@ def assemble(
     description = {
         **_describe(parts, config, memory),
         "proposer": proposer_name,
+        "linears": loaded[0][1],
         "attention": choice.backend.name,
         "attention_reason": choice.reason,
         "device": str(device),
         "block_size": block_size,
     }
     return Assembled(engine, own_tokenizer, choice, memory, description)
+
+
+def _check_pair(tokenizer: Any, target: _Part, draft: _Part) -> None:
+    check_vocabularies(
+        tokenizer,
+        load_tokenizer(draft.source),
+        target.source.config.get_text_config().vocab_size,
+        draft.source.config.get_text_config().vocab_size,
+    )
 
 
 def _proposer_name(config: EngineConfig, has_draft: bool) -> str:
@@ -307,18 +316,20 @@ def _plan(
 
 
 def _load(
-    part: _Part,
-    choice: Choice,
-    device: torch.device,
-    num_blocks: int,
-    block_size: int,
-    progress: bool,
-) -> TransformersModel:
+    part: _Part, choice: Choice, device: torch.device, config: EngineConfig, progress: bool
+) -> tuple[PagedModel, str]:
+    """The model, ready but for its KV, and how its products are kept."""
+    owned = part.model is None
     if part.model is None:
         part.model = load_model(part.source, device=device, dtype=part.dtype, progress=progress)
     else:
         part.model.eval()
         part.model.set_attn_implementation(ATTENTION_NAME)
-    paged = TransformersModel(part.model, choice.backend)
-    paged.attach(num_blocks, block_size)
+    paged = lean_or_transformers(
+        part.model,
+        choice.backend,
+        owned=owned,
+        cpu_linear=config.cpu_linear,
+        lookahead=config.num_draft_tokens,
+    )
     return paged

@@ -93,6 +93,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--attention", help="auto, reference, flash_attn, or a plugin's name")
     models.add_argument("--device", help="auto, cpu, cuda, cuda:1, ...")
     models.add_argument("--dtype", help="auto, float32, float16, bfloat16")
+    models.add_argument(
+        "--cpu-linear", help="auto, fp32, fp16_weight, int8_weight, bf16: weights on a CPU"
+    )
     models.add_argument("--load-format", help="auto, or dummy for random weights from a config")
     models.add_argument("--max-model-len", type=int, help="tokens per sequence, prompt included")
     models.add_argument("--num-blocks", type=int, help="KV blocks shared by both models")
@@ -129,6 +132,7 @@ ENGINE_FIELDS = [
     "attention",
     "device",
     "dtype",
+    "cpu_linear",
     "load_format",
     "max_model_len",
     "num_blocks",

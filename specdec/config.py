@@ -166,6 +166,9 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
 
+CPU_LINEARS = ("auto", "fp32", "fp16_weight", "int8_weight", "bf16")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What an engine needs beside its models. None = chosen by the engine from the models, backend
@@ -179,6 +182,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"  # auto: float32 on the CPU, the checkpoint's on a GPU
     load_format: str = "auto"  # auto | dummy
+    cpu_linear: str = "auto"  # how a CPU keeps weights: fp32 | fp16_weight | int8_weight | bf16
     trust_remote_code: bool = False
     block_size: int | None = None  # tokens per KV block, 16..256
     num_blocks: int | None = None  # KV blocks shared by both models
@@ -217,6 +221,10 @@ class EngineConfig:
         for name in ("proposer", "acceptance", "attention", "device", "dtype"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if self.cpu_linear not in CPU_LINEARS:
+            raise ValueError(
+                f"cpu_linear must be one of {', '.join(CPU_LINEARS)}, got {self.cpu_linear!r}"
+            )
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {self.load_format!r}")
         step = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,12 +41,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.k = [
-            torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)
-        ]
-        self.v = [
-            torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)
-        ]
+        self.k = [_zeros(shape, layout.dtype, device) for _ in range(layout.num_layers)]
+        self.v = [_zeros(shape, layout.dtype, device) for _ in range(layout.num_layers)]
 
     @property
     def padding_block(self) -> int:
@@ -62,6 +60,16 @@ class KVCache:
         index = torch.tensor([*blocks, self.padding_block], dtype=torch.int64, device=self.device)
         for tensor in (*self.k, *self.v):
             tensor.index_fill_(0, index, 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the system zeroes pages at their first use: gigabytes that may never be needed are
+    not written at start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def store(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import LLM
+from specdec import LLM, SamplingParams
 from specdec.cli import main
+from specdec.lossless import compare_with_plain
 from specdec.models.default_target import fetch_default_target
+from specdec.models.linear import SAME_PRECISION
 
 pytestmark = pytest.mark.e2e
 NUM_TOKENS = 24
@@ -75,6 +77,16 @@ def expected(target: Any) -> dict[str, list[int]]:
 def settings() -> Iterator[tuple[str, int]]:
     yield from (("ngram", k) for k in range(9))
     yield from (("self", k) for k in (1, 4, 8))
+
+
+def test_speculation_keeps_the_text_with_the_linears_that_auto_takes() -> None:
+    """The default target as a user gets it. A difference is allowed at a tie only (A23)."""
+    llm = LLM(num_draft_tokens=4, num_blocks=400, progress=False)
+    assert llm.description["linears"] in SAME_PRECISION
+    prompts = [llm.chat_token_ids([{"role": "user", "content": q}]) for q in QUESTIONS[:8]]
+    found = compare_with_plain(llm, prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+    assert found.explained(1e-3), found.differences
+    assert len(found.differences) <= 1
 
 
 @pytest.mark.parametrize(("proposer", "num_draft_tokens"), list(settings()))

@@ -1,0 +1,321 @@
+"""LeanModel: a forward of our own for the families of RMSNorm, rotary positions, grouped heads and
+a gated MLP. Few calls a layer, weights shared with the transformers module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.attention.base import AttentionBackend, AttentionOptions
+from specdec.batch import ForwardBatch
+from specdec.kv_cache import KVLayout
+from specdec.models.families import kv_shape, max_context
+from specdec.models.linear import KINDS, Linear, choose_kind, obstacle
+from specdec.models.paged_model import PagedModel, TransformersModel
+
+logger = logging.getLogger("specdec")
+
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+CONFIG_WINDOW = ("mistral", "phi3")  # their window stands in the config, not on the layer
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that no length changes
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}
+CHECK_TOKENS = 6
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest logit
+SAMPLE_LAYERS = 3  # whose weights a calibration reads in turn: more than a cache holds
+
+
+@dataclass(slots=True)
+class LeanLayer:
+    """Weights of one decoder layer, q|k|v and gate|up side by side."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear
+    q_norm: Tensor | None  # [head_dim], Qwen3
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    options: AttentionOptions
+
+
+class LeanModel(PagedModel):
+    """Logits equal to the transformers module's up to rounding; `lean_or_transformers` checks that.
+
+    Keys are kept with the two halves of a rotated pair side by side: q has the same order, so
+    scores do not change, and one complex product rotates both.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
+        config, base = model.config, model.base_model
+        shape = kv_shape(config)
+        self._backend = backend
+        self._num_heads, self._num_kv_heads = shape.num_heads, shape.num_kv_heads
+        self._head_dim = shape.head_dim
+        self._eps = float(config.rms_norm_eps)
+        self._embedding = base.embed_tokens.weight.detach()
+        self._final_norm = base.norm.weight.detach()
+        self._activation = ACTIVATIONS[config.hidden_act]
+        self._frequencies = base.rotary_emb.inv_freq.float()
+        self._rotary_scale = float(base.rotary_emb.attention_scaling)
+        self._fused: list[Any] = [_fuse(layer) for layer in base.layers]
+        head = model.get_output_embeddings()
+        self._head_weights = (head.weight.detach(), _bias(head))
+        self._layers = [
+            _lean_layer(layer, _window(config, layer.self_attn)) for layer in base.layers
+        ]
+        self.vocab_size = int(head.weight.shape[0])
+        self.max_model_len = max_context(config)
+        self.device = model.device
+        self.kv_layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)
+        self.use_linears("fp32")
+
+    def use_linears(self, kind: str, give_up: Any = None) -> None:
+        """Keep all products' weights as `kind`, one of linear.KINDS; fp32 shares them as they are.
+
+        `give_up` is the transformers base model if its weights may go once they are packed, layer
+        by layer, so that no second copy is held.
+        """
+        make = KINDS[kind]
+        for index, layer in enumerate(self._layers):
+            qkv, out, gate_up, down = self._fused[index]
+            layer.qkv, layer.out = make(*qkv), make(*out)
+            layer.gate_up, layer.down = make(*gate_up), make(*down)
+            if give_up is not None:
+                del qkv, out, gate_up, down
+                self._fused[index] = ()
+                for parameter in give_up.layers[index].parameters():
+                    if parameter.ndim > 1:
+                        parameter.data = parameter.data.new_empty(0)
+        self._head = make(*self._head_weights)
+
+    def sample_weights(self) -> list[Tensor]:
+        """Weights [out, in] of a few layers, to time products on."""
+        return [weight for layer in self._fused[:SAMPLE_LAYERS] for weight, _ in layer]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        cache = self.kv_cache
+        batch.plan = self._backend.plan(batch, cache.block_size, cache.padding_block)
+        angles = batch.positions[:, None].float() * self._frequencies
+        rotation = torch.polar(torch.full_like(angles, self._rotary_scale), angles)[:, None]
+        hidden = F.embedding(batch.token_ids, self._embedding)  # [T, hidden]
+        for index, layer in enumerate(self._layers):
+            normed = self._norm(hidden, layer.input_norm)
+            attended = self._attend(normed, layer, index, rotation, batch)
+            hidden = hidden + layer.out(attended)
+            gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
+            gate, up = gate_up.chunk(2, dim=-1)
+            hidden += layer.down(self._activation(gate) * up)
+        if batch.logits_indices.shape[0] == 0:  # KV only: skip the output head
+            return torch.empty(0, self.vocab_size, device=self.device)
+        if batch.logits_indices.shape[0] < hidden.shape[0]:
+            hidden = hidden[batch.logits_indices]
+        return self._head(self._norm(hidden, self._final_norm)).float()
+
+    def _attend(
+        self, hidden: Tensor, layer: LeanLayer, index: int, rotation: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """Attention over hidden [T, hidden] -> [T, num_heads * head_dim]."""
+        num_tokens, num_heads, num_kv_heads = hidden.shape[0], self._num_heads, self._num_kv_heads
+        heads = layer.qkv(hidden).view(num_tokens, -1, self._head_dim)
+        q_k, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = q_k.split((num_heads, num_kv_heads), dim=1)
+            q_k = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=1)
+        first, second = q_k.float().chunk(2, dim=-1)
+        turned = torch.view_as_real(torch.complex(first, second) * rotation)
+        q, k = turned.flatten(-2).to(hidden.dtype).split((num_heads, num_kv_heads), dim=1)
+        cache = self.kv_cache
+        out = self._backend.attend(q, k, v, cache.k[index], cache.v[index], batch, layer.options)
+        return out.reshape(num_tokens, -1)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+def lean_or_transformers(
+    model: PreTrainedModel,
+    backend: AttentionBackend,
+    *,
+    owned: bool,
+    cpu_linear: str,
+    lookahead: int,
+) -> tuple[PagedModel, str]:
+    """The lean forward if the family fits and one random forward agrees, else transformers'
+    modules; and what the products are kept as.
+
+    Args:
+        model: in eval mode, its attention set to specdec's.
+        owned: no one else uses `model`: its weights may be repacked and given up.
+        cpu_linear: "auto" or one of linear.KINDS.
+        lookahead: K, for the calibration of "auto".
+
+    Raises ValueError if cpu_linear names a kind that cannot serve here.
+    """
+    asked = cpu_linear if cpu_linear != "auto" else None
+    reason = _not_lean(model)
+    lean = None if reason else LeanModel(model, backend)
+    if lean is not None:
+        reason = _disagreement(lean, TransformersModel(model, backend))
+    if lean is None or reason:
+        logger.info("%s runs through transformers' modules: %s", model.config.model_type, reason)
+        if asked not in (None, "fp32"):
+            raise ValueError(
+                f"cpu_linear={asked!r} needs the lean forward, and {model.config.model_type} runs "
+                f"through transformers' modules ({reason}); leave cpu_linear out"
+            )
+        return TransformersModel(model, backend), "transformers"
+    if model.dtype != torch.float32:
+        if asked not in (None, "fp32"):
+            raise ValueError(
+                f"cpu_linear={asked!r} serves float32 models on the CPU, this one is "
+                f"{model.dtype} on {model.device}; leave cpu_linear out"
+            )
+        return lean, str(model.dtype).removeprefix("torch.")
+    kind = asked or "fp32"
+    if asked is None and owned:
+        kind, seconds = choose_kind(lean.sample_weights(), (1, lookahead + 1))
+        logger.info("linears: %s of %s", kind, {k: round(1e3 * s, 3) for k, s in seconds.items()})
+    elif asked is not None:
+        reason = obstacle(asked, lean.sample_weights()[0])
+        if reason:
+            logger.warning("cpu_linear=%r cannot be used: %s; fp32 is used", asked, reason)
+            kind = "fp32"
+    if kind != "fp32":
+        lean.use_linears(kind, give_up=model.base_model if owned else None)
+    return lean, kind
+
+
+def _not_lean(model: PreTrainedModel) -> str | None:
+    """Why the lean forward does not fit this model, or None."""
+    config, base = model.config, model.base_model
+    if model.device.type != "cpu":
+        return "on a GPU the lean forward is not in use yet"
+    if config.model_type not in FAMILIES:
+        return "its family has no lean forward"
+    if getattr(config, "hidden_act", None) not in ACTIVATIONS:
+        return f"its activation is {getattr(config, 'hidden_act', None)!r}"
+    rotary = base.rotary_emb
+    if rotary.rope_type not in STATIC_ROPE:
+        return f"its rotary positions are {rotary.rope_type!r}"
+    if rotary.inv_freq.numel() * 2 != kv_shape(config).head_dim:
+        return "it rotates a part of each head only"
+    products = (nn.Linear, nn.Embedding)
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name or 'the model'} has hooks"
+        if not any(True for _ in module.children()):
+            known = type(module) in products or "RMSNorm" in type(module).__name__
+            if not known and next(module.parameters(recurse=False), None) is not None:
+                return f"{name} is a {type(module).__name__}"
+    if len({(p.dtype, p.device) for p in model.parameters()}) > 1:
+        return "its weights differ in dtype or device"
+    return None
+
+
+@torch.inference_mode()
+def _disagreement(lean: LeanModel, oracle: TransformersModel) -> str | None:
+    """Run both on random tokens; None if the logits agree, else by how much they differ."""
+    found = []
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(lean.vocab_size, (1, CHECK_TOKENS), generator=generator)
+    for paged in (lean, oracle):
+        block_size = max(paged._backend.block_sizes()[0], CHECK_TOKENS)
+        paged.attach(num_blocks=1, block_size=block_size)
+        batch = ForwardBatch.uniform(
+            tokens.to(lean.device),
+            torch.zeros(1, dtype=torch.int64, device=lean.device),
+            torch.tensor([CHECK_TOKENS], device=lean.device),
+            torch.zeros(1, 1, dtype=torch.int32, device=lean.device),
+            block_size,
+            CHECK_TOKENS,
+            torch.arange(CHECK_TOKENS, device=lean.device),
+        )
+        found.append(paged.forward(batch))
+    mine, theirs = found
+    limit = TOLERANCE[oracle.kv_layout.dtype] * float(theirs.abs().max())
+    error = float((mine - theirs).abs().max())
+    both_bad = not bool(theirs.isfinite().all())  # broken weights are the verifier's to report
+    return None if error <= limit or both_bad else f"its logits differ by {error:.3g}"
+
+
+Weights = tuple[Tensor, Tensor | None]  # [out, in], [out]
+
+
+def _fuse(layer: Any) -> tuple[Weights, Weights, Weights, Weights]:
+    """(q|k|v, out, gate|up, down); the modules' weights become views of the joined ones."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if hasattr(attention, "qkv_proj"):  # Phi3 has them joined
+        qkv, gate_up = _weights(attention.qkv_proj), _weights(mlp.gate_up_proj)
+    else:
+        qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up = _join(mlp.gate_proj, mlp.up_proj)
+    return qkv, _weights(attention.o_proj), gate_up, _weights(mlp.down_proj)
+
+
+def _join(*linears: nn.Linear) -> Weights:
+    weight = _stack([linear.weight.detach() for linear in linears])
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else _stack([b.detach() for b in biases])
+    first = 0
+    for linear in linears:
+        rows = slice(first, first + linear.weight.shape[0])
+        linear.weight.data = weight[rows]
+        if bias is not None:
+            linear.bias.data = bias[rows]
+        first = rows.stop
+    return weight, bias
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """torch.cat along rows, or the tensor that these are already consecutive views of."""
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    step = first.element_size()
+    ends = [part.data_ptr() + part.numel() * step for part in parts]
+    shared = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    if shared and ends[:-1] == [part.data_ptr() for part in parts[1:]]:
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return torch.cat(parts)
+
+
+def _weights(linear: nn.Linear) -> Weights:
+    return linear.weight.detach(), _bias(linear)
+
+
+def _bias(linear: Any) -> Tensor | None:
+    return None if linear.bias is None else linear.bias.detach()
+
+
+def _window(config: Any, attention: Any) -> int | None:
+    if config.model_type in CONFIG_WINDOW:
+        window = getattr(config, "sliding_window", None)
+    else:
+        window = getattr(attention, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _lean_layer(layer: Any, window: int | None) -> LeanLayer:
+    attention = layer.self_attn
+    q_norm = getattr(attention, "q_norm", None)
+    k_norm = getattr(attention, "k_norm", None)
+    unset: Any = None  # use_linears fills the products in
+    return LeanLayer(
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=unset,
+        q_norm=None if q_norm is None else q_norm.weight.detach(),
+        k_norm=None if k_norm is None else k_norm.weight.detach(),
+        out=unset,
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=unset,
+        down=unset,
+        options=AttentionOptions(float(attention.scaling), window, None),
+    )
