@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_models import TOLERANCE, ragged_logits, sequence
+from test_models import TOLERANCE, check_chunked_prefill, ragged_logits, sequence
 from tiny_models import save_tiny, tiny_model
 from transformers import PreTrainedModel
 
@@ -42,21 +42,8 @@ def lean(model: PreTrainedModel) -> LeanModel:
 def test_chunked_ragged_prefill_equals_the_plain_model(
     family: str, overrides: dict[str, Any]
 ) -> None:
-    """Interleaved chunks over shuffled blocks; windows, biases and head norms included."""
-    model = tiny_model(family, **overrides)
-    gen = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(4, 128, (n,), generator=gen).tolist() for n in (37, 21)]
-    with torch.inference_mode():
-        expected = [model(torch.tensor([p])).logits[0] for p in prompts]
-    runner = lean(model)
-    seqs = [sequence(prompts[0], [9, 4, 17]), sequence(prompts[1], [30, 2])]
-    got: list[list[torch.Tensor]] = [[], []]
-    for chunk in ([(0, 0, 5), (1, 0, 13)], [(0, 5, 20)], [(0, 25, 12), (1, 13, 8)]):
-        logits = ragged_logits(runner, [Span(seqs[i], s, n) for i, s, n in chunk])
-        for (i, _, _), part in zip(chunk, logits.split([n for *_, n in chunk]), strict=True):
-            got[i].append(part)
-    for parts, want in zip(got, expected, strict=True):
-        assert (torch.cat(parts) - want).abs().max() < TOLERANCE
+    """Windows, biases and head norms included."""
+    check_chunked_prefill(tiny_model(family, **overrides), lean)
 
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])

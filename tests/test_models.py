@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel
 from specdec.attention.reference import ReferenceBackend
 from specdec.batch import ForwardBatch
 from specdec.config import SamplingParams
-from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
+from specdec.models.paged_model import ATTENTION_NAME, PagedModel, TransformersModel
 from specdec.sequence import Sequence, Span
 
 TOLERANCE = 1e-4
@@ -27,7 +29,7 @@ def sequence(token_ids: list[int], block_table: list[int]) -> Sequence:
     return Sequence(0, token_ids, len(token_ids), SamplingParams(), block_table=block_table)
 
 
-def ragged_logits(model: TransformersModel, spans: list[Span]) -> torch.Tensor:
+def ragged_logits(model: PagedModel, spans: list[Span]) -> torch.Tensor:
     cache = model.kv_cache
     total = sum(span.length for span in spans)
     return model.forward(
@@ -37,15 +39,15 @@ def ragged_logits(model: TransformersModel, spans: list[Span]) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_ragged_prefill_equals_the_plain_model(family: str) -> None:
-    """Two sequences in interleaved chunks over shuffled blocks; windows and softcaps included."""
-    model = tiny_model(family)
+def check_chunked_prefill(
+    model: PreTrainedModel, wrap: Callable[[PreTrainedModel], PagedModel]
+) -> None:
+    """Two sequences in interleaved chunks over shuffled blocks give the plain model's logits."""
     gen = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 128, (n,), generator=gen).tolist() for n in (37, 21)]
     with torch.inference_mode():
         expected = [model(torch.tensor([p])).logits[0] for p in prompts]
-    runner = paged(model)
+    runner = wrap(model)
     seqs = [sequence(prompts[0], [9, 4, 17]), sequence(prompts[1], [30, 2])]
     got: list[list[torch.Tensor]] = [[], []]
     for chunk in ([(0, 0, 5), (1, 0, 13)], [(0, 5, 20)], [(0, 25, 12), (1, 13, 8)]):
@@ -54,6 +56,12 @@ def test_chunked_ragged_prefill_equals_the_plain_model(family: str) -> None:
             got[i].append(part)
     for parts, want in zip(got, expected, strict=True):
         assert (torch.cat(parts) - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_ragged_prefill_equals_the_plain_model(family: str) -> None:
+    """Windows and softcaps included."""
+    check_chunked_prefill(tiny_model(family), paged)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
