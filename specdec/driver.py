@@ -79,7 +79,7 @@ class Driver:
             self._let_others_add()
             with self._engine_at_rest() as engine:
                 count = sum(sample.seq.num_output_tokens for sample in request.samples)
-                if count > max(seen, 0) or request.finished:
+                if count > seen or request.finished:
                     return count, request.output()
                 engine.step()
 

@@ -31,9 +31,8 @@ logger = logging.getLogger("specdec")
 class Engine:
     """Serves requests by continuous batching. Not thread-safe: Driver adds a lock.
 
-    A request that fails (NaN logits, a broken plugin) ends with finish_reason "error" and its error
-    set;
-    its blocks are freed and the others go on.
+    A request that fails (NaN logits, a broken plugin) ends with finish_reason "error" and its
+    `error` set; its blocks are freed and the others go on.
     """
 
     def __init__(

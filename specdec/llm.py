@@ -111,7 +111,7 @@ class LLM:
         queries = self._queries([prompt], _params_per_prompt(params, fields, 1))
         (request,) = self._driver.add(queries)
         try:
-            seen = -1
+            seen = 0
             while True:
                 seen, output = self._driver.advance(request, seen)
                 yield output
@@ -136,7 +136,7 @@ class LLM:
         try:
             await asyncio.to_thread(add)
             (request,) = owned
-            seen = -1
+            seen = 0
             while True:
                 seen, output = await asyncio.to_thread(self._driver.advance, request, seen)
                 yield output

@@ -52,10 +52,8 @@ class RequestBuilder:
         self._check_params(params)
         number = next(self._counter)
         if request_id is None:
-            names = (
-                f"request-{number}",
-                *(f"request-{number}-{i}" for i in range(1, len(taken) + 1)),
-            )
+            base = f"request-{number}"
+            names = itertools.chain((base,), (f"{base}-{i}" for i in itertools.count(1)))
             request_id = next(name for name in names if name not in taken)
         if request_id in taken:
             raise ValueError(f"request_id {request_id!r} is being served already; use another")

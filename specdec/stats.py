@@ -91,8 +91,8 @@ class EngineStats(SpecStats):
     num_finished: int = 0
     num_failed: int = 0
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # prompt tokens that went through the target
-    num_prefix_hit_tokens: int = 0  # prompt tokens taken from the prefix cache instead
+    num_prompt_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from specdec import LLM
 from specdec.attention.reference import ReferenceBackend
 from specdec.batch import ForwardBatch
+from specdec.config import CPU_LINEARS
 from specdec.models import linear
-from specdec.models.lean_model import FAMILIES, LeanModel, lean_or_transformers
+from specdec.models.lean_model import FAMILIES, PRODUCTS, LeanModel, lean_or_transformers
 from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
 from specdec.sequence import Span
 
@@ -37,6 +38,10 @@ def lean(model: PreTrainedModel) -> LeanModel:
     return found
 
 
+def products(runner: LeanModel) -> list[Any]:
+    return [getattr(layer, name) for layer in runner._layers for name in PRODUCTS]
+
+
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_ragged_prefill_equals_the_plain_model(
@@ -44,6 +49,20 @@ def test_chunked_ragged_prefill_equals_the_plain_model(
 ) -> None:
     """Windows, biases and head norms included."""
     check_chunked_prefill(tiny_model(family, **overrides), lean)
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "qwen2", "qwen3"])
+def test_windows(family: str) -> None:
+    """The check at load is too short to see a window: here each is soon passed."""
+    if family in ("mistral", "phi3"):
+        settings: dict[str, Any] = {"sliding_window": 8}
+    else:
+        types = ["sliding_attention", "full_attention"]
+        settings = {"use_sliding_window": True, "sliding_window": 8, "layer_types": types}
+    model = tiny_model(family, **settings)
+    check_chunked_prefill(model, lean)
+    windows = {layer.options.window for layer in lean(model)._layers}
+    assert 8 in windows, "no window was set: the test shows nothing"
 
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
@@ -82,7 +101,7 @@ def test_weights_are_shared_with_the_module(family: str) -> None:
     model = tiny_model(family)
     before = {name: p.clone() for name, p in model.named_parameters()}
     runner = lean(model)
-    own = {w.untyped_storage().data_ptr() for layer in runner._fused for w, _ in layer}
+    own = {w.weight.untyped_storage().data_ptr() for w in products(runner)}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         if ".layers." in name and name.endswith("proj.weight"):
@@ -93,11 +112,11 @@ def test_two_forwards_of_one_module_share_their_weights() -> None:
     """Self-drafting: target and draft are the same module."""
     model = tiny_model("qwen2")
     first, second = lean(model), lean(model)
-    for one, other in zip(first._fused, second._fused, strict=True):
-        for (weight, bias), (same, same_bias) in zip(one, other, strict=True):
-            assert weight.data_ptr() == same.data_ptr() and weight.shape == same.shape
-            assert (bias is None) == (same_bias is None)
-            assert bias is None or torch.equal(bias, same_bias)
+    for one, other in zip(products(first), products(second), strict=True):
+        assert one.weight.data_ptr() == other.weight.data_ptr()
+        assert one.weight.shape == other.weight.shape
+        assert (one.bias is None) == (other.bias is None)
+        assert one.bias is None or torch.equal(one.bias, other.bias)
 
 
 def test_a_forward_that_disagrees_gives_way(
@@ -223,6 +242,18 @@ def test_packed_weights_are_not_kept_twice() -> None:
         assert model.model.layers[0].mlp.up_proj.weight.numel() == left
         logits = ragged_logits(found, [Span(sequence(list(range(5, 15)), [3]), 0, 10)])
         assert logits.isfinite().all()
+
+
+def test_the_config_names_the_kinds_there_are() -> None:
+    assert ("auto", *linear.KINDS) == CPU_LINEARS
+
+
+def test_building_an_engine_leaves_the_random_state_alone(tmp_path: Path) -> None:
+    folder = save_tiny(tiny_model("llama", 0), tmp_path / "m")
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    LLM(folder, progress=False, num_blocks=32)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_kinds_are_for_float32_on_the_cpu(tmp_path: Path) -> None:

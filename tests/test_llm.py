@@ -198,7 +198,7 @@ def test_a_loaded_model_is_used_in_place() -> None:
     model = tiny_model("llama", 0)
     weight = model.get_output_embeddings().weight
     llm = LLM(model, model, progress=False, num_blocks=32)
-    kept, _ = llm._driver.engine.target._head_weights  # type: ignore[attr-defined]
+    kept = llm._driver.engine.target._head.weight  # type: ignore[attr-defined]
     assert kept.data_ptr() == weight.data_ptr()
     output = llm.generate([5, 6, 7], GREEDY)
     assert llm.stats()["acceptance_rate"] == 1.0

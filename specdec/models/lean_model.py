@@ -18,7 +18,7 @@ from specdec.attention.base import AttentionBackend, AttentionOptions
 from specdec.batch import ForwardBatch
 from specdec.kv_cache import KVLayout
 from specdec.models.families import kv_shape, max_context
-from specdec.models.linear import KINDS, Linear, choose_kind, obstacle
+from specdec.models.linear import KINDS, Linear, PlainLinear, choose_kind, obstacle
 from specdec.models.paged_model import PagedModel, TransformersModel
 
 logger = logging.getLogger("specdec")
@@ -29,6 +29,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that no len
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}
 CHECK_TOKENS = 6
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest logit
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # the Linears of a LeanLayer
 SAMPLE_LAYERS = 3  # whose weights a calibration reads in turn: more than a cache holds
 
 
@@ -66,40 +67,40 @@ class LeanModel(PagedModel):
         self._activation = ACTIVATIONS[config.hidden_act]
         self._frequencies = base.rotary_emb.inv_freq.float()
         self._rotary_scale = float(base.rotary_emb.attention_scaling)
-        self._fused: list[Any] = [_fuse(layer) for layer in base.layers]
-        head = model.get_output_embeddings()
-        self._head_weights = (head.weight.detach(), _bias(head))
         self._layers = [
             _lean_layer(layer, _window(config, layer.self_attn)) for layer in base.layers
         ]
+        head = model.get_output_embeddings()
+        self._head: Linear = _plain(head)
         self.vocab_size = int(head.weight.shape[0])
         self.max_model_len = max_context(config)
         self.device = model.device
         self.kv_layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)
-        self.use_linears("fp32")
 
-    def use_linears(self, kind: str, give_up: Any = None) -> None:
-        """Keep all products' weights as `kind`, one of linear.KINDS; fp32 shares them as they are.
+    def pack(self, kind: str, give_up: Any = None) -> None:
+        """Keep the products' weights, plain until now, as `kind`, one of linear.KINDS.
 
         `give_up` is the transformers base model if its weights may go once they are packed, layer
         by layer, so that no second copy is held.
         """
-        make = KINDS[kind]
+
+        def packed(linear: Linear) -> Linear:
+            assert isinstance(linear, PlainLinear)
+            return KINDS[kind](linear.weight, linear.bias)
+
         for index, layer in enumerate(self._layers):
-            qkv, out, gate_up, down = self._fused[index]
-            layer.qkv, layer.out = make(*qkv), make(*out)
-            layer.gate_up, layer.down = make(*gate_up), make(*down)
+            for name in PRODUCTS:
+                setattr(layer, name, packed(getattr(layer, name)))
             if give_up is not None:
-                del qkv, out, gate_up, down
-                self._fused[index] = ()
                 for parameter in give_up.layers[index].parameters():
                     if parameter.ndim > 1:
                         parameter.data = parameter.data.new_empty(0)
-        self._head = make(*self._head_weights)
+        self._head = packed(self._head)
 
     def sample_weights(self) -> list[Tensor]:
-        """Weights [out, in] of a few layers, to time products on."""
-        return [weight for layer in self._fused[:SAMPLE_LAYERS] for weight, _ in layer]
+        """Plain weights [out, in] of a few layers, to time products on."""
+        layers = self._layers[:SAMPLE_LAYERS]
+        return [getattr(layer, name).weight for layer in layers for name in PRODUCTS]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -111,7 +112,7 @@ class LeanModel(PagedModel):
         for index, layer in enumerate(self._layers):
             normed = self._norm(hidden, layer.input_norm)
             attended = self._attend(normed, layer, index, rotation, batch)
-            hidden = hidden + layer.out(attended)
+            hidden += layer.out(attended)
             gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
             gate, up = gate_up.chunk(2, dim=-1)
             hidden += layer.down(self._activation(gate) * up)
@@ -165,7 +166,7 @@ def lean_or_transformers(
     reason = _not_lean(model)
     lean = None if reason else LeanModel(model, backend)
     if lean is not None:
-        reason = _disagreement(lean, TransformersModel(model, backend))
+        reason = _disagreement(lean, TransformersModel(model, backend), backend.block_sizes()[0])
     if lean is None or reason:
         logger.info("%s runs through transformers' modules: %s", model.config.model_type, reason)
         if asked not in (None, "fp32"):
@@ -181,18 +182,28 @@ def lean_or_transformers(
                 f"{model.dtype} on {model.device}; leave cpu_linear out"
             )
         return lean, str(model.dtype).removeprefix("torch.")
-    kind = asked or "fp32"
-    if asked is None and owned:
-        kind, seconds = choose_kind(lean.sample_weights(), (1, lookahead + 1))
-        logger.info("linears: %s of %s", kind, {k: round(1e3 * s, 3) for k, s in seconds.items()})
-    elif asked is not None:
-        reason = obstacle(asked, lean.sample_weights()[0])
-        if reason:
-            logger.warning("cpu_linear=%r cannot be used: %s; fp32 is used", asked, reason)
-            kind = "fp32"
+    if asked is not None:
+        kind = _usable(asked, lean)
+    else:  # "auto" leaves a model of the user's as it is
+        kind = _fastest(lean, lookahead) if owned else "fp32"
     if kind != "fp32":
-        lean.use_linears(kind, give_up=model.base_model if owned else None)
+        lean.pack(kind, give_up=model.base_model if owned else None)
     return lean, kind
+
+
+def _usable(asked: str, lean: LeanModel) -> str:
+    """The kind asked for, or fp32 with a warning."""
+    reason = obstacle(asked, lean.sample_weights()[0])
+    if reason is None:
+        return asked
+    logger.warning("cpu_linear=%r cannot be used: %s; fp32 is used", asked, reason)
+    return "fp32"
+
+
+def _fastest(lean: LeanModel, lookahead: int) -> str:
+    kind, seconds = choose_kind(lean.sample_weights(), (1, lookahead + 1))
+    logger.info("linears: %s of %s", kind, {k: round(1e3 * s, 3) for k, s in seconds.items()})
+    return kind
 
 
 def _not_lean(model: PreTrainedModel) -> str | None:
@@ -223,13 +234,12 @@ def _not_lean(model: PreTrainedModel) -> str | None:
 
 
 @torch.inference_mode()
-def _disagreement(lean: LeanModel, oracle: TransformersModel) -> str | None:
+def _disagreement(lean: LeanModel, oracle: TransformersModel, block_size: int) -> str | None:
     """Run both on random tokens; None if the logits agree, else by how much they differ."""
     found = []
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(lean.vocab_size, (1, CHECK_TOKENS), generator=generator)
     for paged in (lean, oracle):
-        block_size = max(paged._backend.block_sizes()[0], CHECK_TOKENS)
         paged.attach(num_blocks=1, block_size=block_size)
         batch = ForwardBatch.uniform(
             tokens.to(lean.device),
@@ -244,25 +254,12 @@ def _disagreement(lean: LeanModel, oracle: TransformersModel) -> str | None:
     mine, theirs = found
     limit = TOLERANCE[oracle.kv_layout.dtype] * float(theirs.abs().max())
     error = float((mine - theirs).abs().max())
-    both_bad = not bool(theirs.isfinite().all())  # broken weights are the verifier's to report
-    return None if error <= limit or both_bad else f"its logits differ by {error:.3g}"
+    broken = not bool(theirs.isfinite().all())  # such weights are the verifier's to report
+    return None if error <= limit or broken else f"its logits differ by {error:.3g}"
 
 
-Weights = tuple[Tensor, Tensor | None]  # [out, in], [out]
-
-
-def _fuse(layer: Any) -> tuple[Weights, Weights, Weights, Weights]:
-    """(q|k|v, out, gate|up, down); the modules' weights become views of the joined ones."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if hasattr(attention, "qkv_proj"):  # Phi3 has them joined
-        qkv, gate_up = _weights(attention.qkv_proj), _weights(mlp.gate_up_proj)
-    else:
-        qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up = _join(mlp.gate_proj, mlp.up_proj)
-    return qkv, _weights(attention.o_proj), gate_up, _weights(mlp.down_proj)
-
-
-def _join(*linears: nn.Linear) -> Weights:
+def _join(*linears: nn.Linear) -> PlainLinear:
+    """One product for several of the same input; the modules' weights become views of its own."""
     weight = _stack([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else _stack([b.detach() for b in biases])
@@ -273,7 +270,7 @@ def _join(*linears: nn.Linear) -> Weights:
         if bias is not None:
             linear.bias.data = bias[rows]
         first = rows.stop
-    return weight, bias
+    return PlainLinear(weight, bias)
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
@@ -287,12 +284,10 @@ def _stack(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _weights(linear: nn.Linear) -> Weights:
-    return linear.weight.detach(), _bias(linear)
-
-
-def _bias(linear: Any) -> Tensor | None:
-    return None if linear.bias is None else linear.bias.detach()
+def _plain(linear: Any) -> PlainLinear:
+    return PlainLinear(
+        linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    )
 
 
 def _window(config: Any, attention: Any) -> int | None:
@@ -304,18 +299,22 @@ def _window(config: Any, attention: Any) -> int | None:
 
 
 def _lean_layer(layer: Any, window: int | None) -> LeanLayer:
-    attention = layer.self_attn
+    attention, mlp = layer.self_attn, layer.mlp
+    if hasattr(attention, "qkv_proj"):  # Phi3 has them joined
+        qkv, gate_up = _plain(attention.qkv_proj), _plain(mlp.gate_up_proj)
+    else:
+        qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up = _join(mlp.gate_proj, mlp.up_proj)
     q_norm = getattr(attention, "q_norm", None)
     k_norm = getattr(attention, "k_norm", None)
-    unset: Any = None  # use_linears fills the products in
     return LeanLayer(
         input_norm=layer.input_layernorm.weight.detach(),
-        qkv=unset,
+        qkv=qkv,
         q_norm=None if q_norm is None else q_norm.weight.detach(),
         k_norm=None if k_norm is None else k_norm.weight.detach(),
-        out=unset,
+        out=_plain(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=unset,
-        down=unset,
+        gate_up=gate_up,
+        down=_plain(mlp.down_proj),
         options=AttentionOptions(float(attention.scaling), window, None),
     )

@@ -21,21 +21,21 @@ class Linear(ABC):
     """x [T, in] -> [T, out] in x's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
+        self.in_features = weight.shape[1]
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class PlainLinear(Linear):
-    """torch's own product, on any device and dtype; shares the weight."""
+    """torch's own product, on any device and dtype; shares `weight` and `bias`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight)
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Fp16WeightLinear(Linear):
@@ -126,7 +126,7 @@ def _seconds(linears: Seq[Linear], num_tokens: Seq[int]) -> float:
     """Best time of one pass through all linears, summed over the row counts."""
     total = 0.0
     for count in num_tokens:
-        inputs = [torch.randn(count, linear.in_features) for linear in linears]
+        inputs = [torch.ones(count, linear.in_features) for linear in linears]
         best = float("inf")
         end = time.perf_counter() + CALIBRATION_SECONDS / len(num_tokens)
         while time.perf_counter() < end:
