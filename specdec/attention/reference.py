@@ -15,6 +15,8 @@ from specdec.batch import ForwardBatch
 from specdec.kv_cache import store
 from specdec.sequence import blocks_for
 
+MAX_FOLDED_Q = 64  # for longer q the folded mask costs more than it saves
+
 
 @dataclass(slots=True)
 class RowGroup:
@@ -28,21 +30,23 @@ class RowGroup:
     blocks: Tensor  # [num_rows * num_blocks] int64
     query_positions: Tensor  # [num_rows, q_len] int64
     num_keys: int  # num_blocks * block_size
-    masks: dict[int | None, Tensor] = field(
+    masks: dict[tuple[int | None, int], Tensor] = field(
         default_factory=dict
-    )  # window -> [num_rows, 1, q_len, num_keys]
+    )  # (window, fold) -> [num_rows, 1, fold * q_len, num_keys]
     scratch: list[Tensor] = field(default_factory=list)  # gathered K and V, reused by every layer
 
-    def mask(self, window: int | None) -> Tensor:
-        """True where a query may see a key; computed once per forward and window."""
-        if window not in self.masks:
+    def mask(self, window: int | None, fold: int) -> Tensor:
+        """True where a query may see a key, `fold` times over; computed once per forward and
+        window.
+        """
+        if (window, fold) not in self.masks:
             keys = torch.arange(self.num_keys, device=self.query_positions.device)
             distance = self.query_positions[..., None] - keys  # [rows, q, keys]
             seen = distance >= 0
             if window is not None:
                 seen &= distance < window
-            self.masks[window] = seen[:, None]
-        return self.masks[window]
+            self.masks[window, fold] = seen[:, None].repeat(1, 1, fold, 1)
+        return self.masks[window, fold]
 
     def gather(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of the rows, [num_rows, num_kv_heads, num_keys, head_dim] each (strided
@@ -101,10 +105,16 @@ class ReferenceBackend(AttentionBackend):
         store(v_cache, v, batch.slot_mapping)
         outputs = []
         for group in batch.plan:
-            rows = q[group.tokens].view(group.num_rows, group.q_len, *q.shape[1:]).transpose(1, 2)
+            # The query heads that share a K/V head become more queries of one head: its keys are
+            # read once.
+            fold = q.shape[1] // k.shape[1] if group.q_len <= MAX_FOLDED_Q else 1
+            heads = (group.num_rows, group.q_len, q.shape[1] // fold, fold, q.shape[2])
+            rows = q[group.tokens].view(heads).permute(0, 2, 3, 1, 4)  # [R, heads, fold, q, dim]
             keys, values = group.gather(k_cache, v_cache)
-            out = attend_finite(rows, keys, values, group.mask(options.window), options)
-            outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+            mask = group.mask(options.window, fold)
+            out = attend_finite(rows.flatten(2, 3), keys, values, mask, options)
+            out = out.view(rows.shape).permute(0, 3, 1, 2, 4)
+            outputs.append(out.reshape(-1, *q.shape[1:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -116,7 +126,7 @@ def attend_finite(
     A stale or refused token's K/V may hold NaN or infinity. Queries that do see it give NaN.
     """
     out = attend_dense(q, k, v, mask, options)
-    if out.device.type == "cpu" and bool(out.isfinite().all()):
+    if out.device.type == "cpu" and bool(out.sum(dtype=torch.float32).isfinite()):
         return out
     bad = ~(k.isfinite().all(dim=-1) & v.isfinite().all(dim=-1)).all(dim=1)  # [B, L]
     hidden = bad[:, None, :, None]
