@@ -127,7 +127,9 @@ class DraftModelProposer(Proposer):
         """Draft i (0-based) of each row [rows], its q [rows, V] (None when all are greedy), and
         whether q is a law.
         """
-        aligned = align_vocab(logits, state.vocab_size)[:, None]  # [rows, 1, V]
+        aligned = align_vocab(logits, state.vocab_size, self.model.token_map)[
+            :, None
+        ]  # [rows, 1, V]
         processed = process_logits(aligned, state.sampling, token_ids, i)
         valid = ~(invalid_rows(aligned) | invalid_rows(processed))[:, 0]
         if state.sampling.all_greedy or state.uniforms is None:

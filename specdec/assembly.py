@@ -40,6 +40,7 @@ from specdec.models.loading import (
     weight_bytes,
 )
 from specdec.models.paged_model import ATTENTION_NAME, PagedModel
+from specdec.models.shared_draft import check_target, is_shared, load_shared_draft, own_bytes
 from specdec.models.vocabulary import check_vocabularies
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
@@ -122,10 +123,18 @@ class _Part:
     model: PreTrainedModel | None
     dtype: torch.dtype
 
+    @property
+    def shared(self) -> bool:
+        """Whether it is a draft that borrows the target's embedding and head."""
+        return is_shared(self.source.config) and self.source.load_format != "dummy"
+
     def footprint(self) -> Footprint:
         shape = kv_shape(self.source.config)
         layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype)
-        loaded = 0 if self.model is not None else weight_bytes(self.source, self.dtype)
+        if self.model is not None:
+            loaded = 0
+        else:
+            loaded = (own_bytes if self.shared else weight_bytes)(self.source, self.dtype)
         return Footprint(self.role, loaded, layout)
 
 
@@ -155,7 +164,7 @@ def assemble(
     choice = select_backend(config.attention, device, geometry)
     block_size = _block_size(config.block_size, choice)
     memory = _plan(parts, config, device, block_size)
-    loaded = [_load(p, choice, device, config, progress) for p in parts]
+    loaded = [_load(p, parts[0], choice, device, config, progress) for p in parts]
     models = [model for model, _ in loaded]
     for model in models:
         model.attach(memory.num_blocks, block_size)
@@ -190,6 +199,10 @@ def assemble(
 
 
 def _check_pair(tokenizer: Any, target: _Part, draft: _Part) -> None:
+    if draft.shared:  # no tokenizer of its own
+        check_target(draft.source, target.source.config)
+        draft.dtype = target.dtype
+        return
     check_vocabularies(
         tokenizer,
         load_tokenizer(draft.source),
@@ -268,7 +281,12 @@ def _part(
         trust_remote_code=config.trust_remote_code,
         progress=progress,
     )
-    return _Part(role, source, None, resolve_dtype(config.dtype, source.config, device))
+    part = _Part(role, source, None, resolve_dtype(config.dtype, source.config, device))
+    if role == "target" and part.shared:
+        raise ValueError(
+            f"{source.name} is a draft that borrows its target's embedding: give it as draft="
+        )
+    return part
 
 
 def _block_size(asked: int | None, choice: Choice) -> int:
@@ -316,11 +334,19 @@ def _plan(
 
 
 def _load(
-    part: _Part, choice: Choice, device: torch.device, config: EngineConfig, progress: bool
+    part: _Part,
+    target: _Part,
+    choice: Choice,
+    device: torch.device,
+    config: EngineConfig,
+    progress: bool,
 ) -> tuple[PagedModel, str]:
     """The model, ready but for its KV, and how its products are kept."""
     owned = part.model is None
-    if part.model is None:
+    if part.model is None and part.shared:
+        assert target.model is not None  # loaded first
+        part.model = load_shared_draft(part.source, target.model)
+    elif part.model is None:
         part.model = load_model(part.source, device=device, dtype=part.dtype, progress=progress)
     else:
         part.model.eval()

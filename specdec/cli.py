@@ -1,4 +1,4 @@
-"""The command `specdec`: generate, chat, info."""
+"""The command `specdec`: generate, chat, distill, info."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import specdec
+from specdec.distill.command import add_parser as add_distill
 
 if TYPE_CHECKING:
     from specdec.config import SamplingParams
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help=CHAT_HELP, description=CHAT_HELP)
     _add_common(chat)
     chat.set_defaults(run=_chat)
+    add_distill(commands)
     info = commands.add_parser("info", help=INFO_HELP, description=INFO_HELP)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--debug", action="store_true", help="show a traceback on errors")

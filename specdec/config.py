@@ -28,7 +28,7 @@ def build(cls: type[Any], options: Mapping[str, Any]) -> Any:
     return cls(**options)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     if value < low or value > high or (open_low and value == low):
@@ -36,7 +36,7 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
         raise ValueError(f"{name} must be {left} {low:g} and at most {high:g}, got {value!r}")
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     if value < low or (high is not None and value > high):
@@ -60,7 +60,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
     ids = tuple(value)
     for token in ids:
-        _whole(f"{name} entry", token, 0)
+        check_whole(f"{name} entry", token, 0)
     return ids
 
 
@@ -104,30 +104,30 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        _whole("n", self.n, 1, 1024)
-        _number("temperature", self.temperature, 0.0, 1e4)
+        check_whole("n", self.n, 1, 1024)
+        check_number("temperature", self.temperature, 0.0, 1e4)
         if self.top_k == -1:
             put("top_k", 0)
-        _whole("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _number("presence_penalty", self.presence_penalty, -1e4, 1e4)
-        _number("frequency_penalty", self.frequency_penalty, -1e4, 1e4)
-        _whole("min_tokens", self.min_tokens, 0)
+        check_whole("top_k", self.top_k, 0)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_number("presence_penalty", self.presence_penalty, -1e4, 1e4)
+        check_number("frequency_penalty", self.frequency_penalty, -1e4, 1e4)
+        check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0)
+            check_whole("max_tokens", self.max_tokens, 0)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(
                     f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, 1024)
+                check_whole(name, getattr(self, name), 0, 1024)
         if self.num_draft_tokens is not None:
-            _whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
+            check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("include_stop_text", "ignore_eos", "skip_special_tokens"):
             _flag(name, getattr(self, name))
         put("stop", (self.stop,) if isinstance(self.stop, str) else _texts("stop", self.stop or ()))
@@ -148,8 +148,8 @@ class SamplingParams:
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         bias = {}
         for token, value in self.logit_bias.items():
-            _whole("logit_bias key", token, 0)
-            _number(f"logit_bias[{token}]", value, -1e4, 1e4)
+            check_whole("logit_bias key", token, 0)
+            check_number(f"logit_bias[{token}]", value, -1e4, 1e4)
             bias[token] = float(value)
         put("logit_bias", bias)
         if isinstance(self.bad_words, str):
@@ -198,22 +198,22 @@ class EngineConfig:
     hybrid_ngram: int = 6  # hybrid: a match of this many tokens comes before the draft model
 
     def __post_init__(self) -> None:
-        _whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
+        check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
         if self.block_size is not None:
-            _whole("block_size", self.block_size, 16, 256)
+            check_whole("block_size", self.block_size, 16, 256)
             if self.block_size & (self.block_size - 1):
                 raise ValueError(
                     f"block_size must be 16, 32, 64, 128 or 256, got {self.block_size}"
                 )
         for name in ("num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1)
-        _whole("max_num_seqs", self.max_num_seqs, 1)
-        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _number("memory_utilization", self.memory_utilization, 0.0, 1.0, open_low=True)
-        _whole("ngram_min", self.ngram_min, 1, 64)
-        _whole("ngram_max", self.ngram_max, self.ngram_min, 64)
-        _whole("hybrid_ngram", self.hybrid_ngram, 1, 64)
+                check_whole(name, getattr(self, name), 1)
+        check_whole("max_num_seqs", self.max_num_seqs, 1)
+        check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_number("memory_utilization", self.memory_utilization, 0.0, 1.0, open_low=True)
+        check_whole("ngram_min", self.ngram_min, 1, 64)
+        check_whole("ngram_max", self.ngram_max, self.ngram_min, 64)
+        check_whole("hybrid_ngram", self.hybrid_ngram, 1, 64)
         for name in ("trust_remote_code", "enable_prefix_caching"):
             _flag(name, getattr(self, name))
         if self.max_model_len == 1:

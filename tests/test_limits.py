@@ -27,7 +27,7 @@ LAYERS = (
     {"engine"},
     {"assembly", "driver"},
     {"llm"},
-    {"lossless", "terminal"},
+    {"lossless", "terminal", "distill"},
     {"cli", "server", "integrations"},
 )
 ONLY = {"sampling": {"config"}}  # modules that may use less than all below them

@@ -72,7 +72,8 @@ class LeanModel(PagedModel):
         ]
         head = model.get_output_embeddings()
         self._head: Linear = _plain(head)
-        self.vocab_size = int(head.weight.shape[0])
+        self.vocab_size = int(self._embedding.shape[0])
+        self.token_map = getattr(model, "token_map", None)
         self.max_model_len = max_context(config)
         self.device = model.device
         self.kv_layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)

@@ -23,7 +23,8 @@ ATTENTION_NAME = "specdec"  # transformers' attention implementation that leads 
 class PagedModel(ABC):
     """A causal language model whose K/V live in blocks of the shared pool."""
 
-    vocab_size: int  # width of its logits
+    vocab_size: int  # token ids it reads
+    token_map: Tensor | None = None  # [M] int64, the id of each logit; None: logit i is id i
     max_model_len: int  # positions it can serve
     kv_layout: KVLayout
     device: torch.device
@@ -35,7 +36,7 @@ class PagedModel(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Append the batch's tokens to the cache; float32 logits [num_logits, vocab_size] of
+        """Append the batch's tokens to the cache; float32 logits [num_logits, vocab_size, or M] of
         batch.logits_indices.
         """
 
@@ -59,7 +60,8 @@ class TransformersModel(PagedModel):
         shape = kv_shape(config)
         self._model = model
         self._backend = backend
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.token_map = getattr(model, "token_map", None)
         self.max_model_len = max_context(config)
         self.device = model.device
         self.kv_layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype)

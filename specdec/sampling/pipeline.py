@@ -74,8 +74,13 @@ def argmax_lowest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)  # torch documents the first index
 
 
-def align_vocab(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V'] over equal ids -> [..., vocab_size], padded with -inf or cut."""
+def align_vocab(logits: Tensor, vocab_size: int, token_map: Tensor | None = None) -> Tensor:
+    """Logits [..., V'] -> [..., vocab_size]: logit i is that of token_map[i] [V'] int64, or of id
+    i. Ids without one get -inf.
+    """
+    if token_map is not None:
+        whole = logits.new_full((*logits.shape[:-1], vocab_size), _REMOVED)
+        return whole.index_copy_(-1, token_map.to(logits.device), logits)
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab_size]

@@ -1,0 +1,1 @@
+"""Distillation: train a small draft on text that the target itself writes."""
