@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,6 +145,8 @@ def check_table(row: int, num_blocks: int, num_tokens: int, block_size: int) -> 
 
 def pad_tables(tables: Seq[Seq[int]], padding_block: int, min_width: int = 0) -> Tensor:
     """[rows, max_blocks] int32, short tables filled up with the padding block."""
-    width = max(min_width, *(len(table) for table in tables))
-    rows = [[*table, *([padding_block] * (width - len(table)))] for table in tables]
-    return torch.tensor(rows, dtype=torch.int32)
+    lengths = np.fromiter(map(len, tables), np.int64)
+    out = np.full((len(tables), max(min_width, int(lengths.max()))), padding_block, np.int32)
+    flat = np.fromiter(chain.from_iterable(tables), np.int32, int(lengths.sum()))
+    out[np.arange(out.shape[1]) < lengths[:, None]] = flat
+    return torch.from_numpy(out)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -67,18 +68,23 @@ class DecodeState:
         A row of few drafts is computed as wide as the widest: `block_table` sends what lies behind
         its own blocks to the padding block.
         """
-        for row, (seq, num_drafts) in enumerate(zip(seqs, num_draft_tokens, strict=True)):
-            check_table(row, len(seq.block_table), len(seq) + num_drafts, block_size)
-        seq_lens = torch.tensor([len(seq) for seq in seqs], dtype=torch.int64).to(device)
+        lengths = [len(seq.token_ids) for seq in seqs]
+        for row, (seq, length, k) in enumerate(zip(seqs, lengths, num_draft_tokens, strict=True)):
+            if len(seq.block_table) * block_size < length + k:
+                check_table(row, len(seq.block_table), length + k, block_size)
+        seq_lens = torch.tensor(lengths, dtype=torch.int64).to(device)
         sampling = SamplingRows.build([row_source(seq) for seq in seqs], vocab_size, device)
         uniforms = None
         if not sampling.all_greedy:
             uniforms = window_uniforms(sampling.seeds, seq_lens, max(num_draft_tokens) + 1)
-        longest = max(len(seq) for seq in seqs) + max(num_draft_tokens)
+        longest = max(lengths) + max(num_draft_tokens)
         tables = pad_tables(
             [seq.block_table for seq in seqs], padding_block, blocks_for(longest, block_size)
         )
-        last = [[seq.token_ids[-2:][0], seq.token_ids[-1]] for seq in seqs]
+        last = [
+            seq.token_ids[-2:] if n > 1 else seq.token_ids * 2
+            for seq, n in zip(seqs, lengths, strict=True)
+        ]
         return cls(
             seqs=list(seqs),
             num_draft_tokens=list(num_draft_tokens),
@@ -103,13 +109,19 @@ class DecodeState:
         )
 
 
+_ROWS: WeakKeyDictionary[Sequence, RowSource] = WeakKeyDictionary()
+
+
 def row_source(seq: Sequence) -> RowSource:
-    """What the sampling pipeline needs to know of a sequence."""
-    return RowSource(
-        params=seq.params,
-        token_ids=seq.token_ids,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        seed=seq.seed,
-        stop_ids=tuple(sorted(seq.end_ids)),
-        bad_words=seq.bad_words,
-    )
+    """What the sampling pipeline needs to know of a sequence, made at its first step."""
+    found = _ROWS.get(seq)
+    if found is None:
+        found = _ROWS[seq] = RowSource(
+            params=seq.params,
+            token_ids=seq.token_ids,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            seed=seq.seed,
+            stop_ids=tuple(sorted(seq.end_ids)),
+            bad_words=seq.bad_words,
+        )
+    return found

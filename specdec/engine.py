@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from specdec.config import SamplingParams
 from specdec.decode_state import DecodeState
 from specdec.logprobs import add_prompt_logprobs, token_logprobs, wants_prompt_logprobs
 from specdec.models.paged_model import PagedModel
-from specdec.outputs import Request, Sample, Tokenizer
+from specdec.outputs import Request, Sample, TextStream, Tokenizer
 from specdec.proposers.base import Draft, Proposer
 from specdec.requests import RequestBuilder
 from specdec.scheduler import Scheduler, StepPlan
@@ -239,12 +240,12 @@ class Engine:
         """Append a row's run, cut where the sequence ends; roll both KV counters; count."""
         request, sample = self._samples[seq]
         before = len(seq)
-        min_tokens = seq.params.min_tokens
-
-        def stop_text(token: int) -> str | None:
-            return sample.text.push(token, may_stop=seq.num_output_tokens >= min_tokens)
-
-        num_kept = seq.accept(run, self.scheduler.max_model_len, stop_text)
+        if sample.text.looks_for_stops:
+            stop_text = partial(_push, sample.text, seq)
+            num_kept = seq.accept(run, self.scheduler.max_model_len, stop_text)
+        else:
+            num_kept = seq.accept(run, self.scheduler.max_model_len)
+            sample.text.extend(run[:num_kept])
         seq.roll(num_drafted)
         request.first_token_at = request.first_token_at or time.perf_counter()
         self.stats.record(num_drafted, len(run) - 1, num_kept)
@@ -326,6 +327,11 @@ def _checked_draft(proposer: Proposer, state: DecodeState) -> Draft:
             f"proposer {proposer.name!r} failed: {type(error).__name__}: {error}"
         ) from error
     return draft
+
+
+def _push(text: TextStream, seq: Sequence, token: int) -> str | None:
+    """Add a committed token to the text; the stop string that it completes, or None."""
+    return text.push(token, may_stop=seq.num_output_tokens >= seq.params.min_tokens)
 
 
 def _read(draft: Draft, verdict: Verdict) -> list[list[int]]:

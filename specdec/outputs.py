@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from specdec.sequence import Sequence
 from specdec.stats import SpecStats
 
+CHARACTER_TOKENS = 4  # UTF-8 has up to 4 bytes a character, so as many tokens
 REPLACEMENT = "�"  # what half a UTF-8 character decodes to
 
 
@@ -77,7 +78,10 @@ class RequestOutput:
 
 
 class TextStream:
-    """Turns token ids into text as they come, and finds stop strings, also across steps."""
+    """Turns token ids into text, and finds stop strings, also across steps.
+
+    Without stop strings tokens wait undecoded until `text` is asked for.
+    """
 
     def __init__(
         self,
@@ -94,21 +98,42 @@ class TextStream:
         self._skip = skip_special_tokens
         self._token_ids = list(prompt_tail)  # context: a word's leading space depends on it
         self._prefix = 0  # decoding starts here
-        self._read = len(self._token_ids)  # text up to here is in `text`
-        self.text = ""
+        self._read = len(self._token_ids)  # text up to here is in `_text`
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """The text so far; a tail of half a character is held back. Raises what the tokenizer
+        raises.
+        """
+        if self._tokenizer is not None and self._read < len(self._token_ids):
+            self._extend(final=False)
+        return self._text
+
+    @property
+    def decoded(self) -> str:
+        """The text as far as it was asked for."""
+        return self._text
+
+    @property
+    def looks_for_stops(self) -> bool:
+        """Whether `push` may report a stop string."""
+        return bool(self._stop) and self._tokenizer is not None
+
+    def extend(self, token_ids: Seq[int]) -> None:
+        """Add tokens that no stop string is looked for in."""
+        self._token_ids += token_ids
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token; return the stop string that it completes, if any. The text then ends before
         (or with) it.
         """
         self._token_ids.append(token_id)
-        if self._tokenizer is None:
+        if not self.looks_for_stops:
             return None
-        old = len(self.text)
+        old = len(self._text)
         self._extend(final=False)
-        if not (may_stop and self._stop) or len(self.text) == old:
-            return None
-        return self._cut(old)
+        return self._cut(old) if may_stop and len(self._text) > old else None
 
     def finish(self, *, may_stop: bool = False) -> str | None:
         """Put out what was held back as half a character; the stop string that this completes, as
@@ -116,46 +141,50 @@ class TextStream:
         """
         if self._tokenizer is None:
             return None
-        old = len(self.text)
+        old = len(self._text)
         self._extend(final=True)
-        return self._cut(old) if may_stop and len(self.text) > old else None
+        return self._cut(old) if may_stop and len(self._text) > old else None
 
     @property
     def safe_length(self) -> int:
         """Length of the text that no later token can take back: a tail that may begin a stop string
         is left out.
         """
-        longest = 0
+        text, longest = self.text, 0
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
                     longest = length
                     break
-        return len(self.text) - longest
+        return len(text) - longest
 
     def _extend(self, *, final: bool) -> None:
+        """Decode what waits; but for `final`, up to the last token that ends with a whole
+        character.
+        """
         assert self._tokenizer is not None
         ids = self._token_ids
         before = self._tokenizer.decode(
             ids[self._prefix : self._read], skip_special_tokens=self._skip
         )
-        after = self._tokenizer.decode(ids[self._prefix :], skip_special_tokens=self._skip)
-        if after.endswith(REPLACEMENT) and not final:
-            return
-        self.text += after[len(before) :]
-        self._prefix, self._read = self._read, len(ids)
+        for end in range(len(ids), max(self._read, len(ids) - CHARACTER_TOKENS), -1):
+            after = self._tokenizer.decode(ids[self._prefix : end], skip_special_tokens=self._skip)
+            if final or not after.endswith(REPLACEMENT):
+                self._text += after[len(before) :]
+                self._prefix, self._read = self._read, end
+                return
 
     def _cut(self, old: int) -> str | None:
         """The earliest stop string that ends in the new text."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
-            at = self.text.find(stop, max(0, old - len(stop) + 1))
+            at = self._text.find(stop, max(0, old - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = (at, stop)
         if found is None:
             return None
         at, stop = found
-        self.text = self.text[: at + len(stop) if self._include_stop_text else at]
+        self._text = self._text[: at + len(stop) if self._include_stop_text else at]
         self._read = self._prefix = len(self._token_ids)
         return stop
 
@@ -173,9 +202,15 @@ class Sample:
     def output(self, index: int) -> CompletionOutput:
         seq = self.seq
         wants_logprobs = seq.params.logprobs is not None
+        if seq.finish_reason == "error":
+            text = self.text.decoded
+        elif seq.finish_reason:
+            text = self.text.text
+        else:
+            text = self.text.text[: self.text.safe_length]
         return CompletionOutput(
             index=index,
-            text=self.text.text if seq.finish_reason else self.text.text[: self.text.safe_length],
+            text=text,
             token_ids=seq.token_ids[seq.num_prompt_tokens :],
             seed=seq.seed,
             finish_reason=seq.finish_reason,

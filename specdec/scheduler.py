@@ -49,7 +49,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_draft_tokens = num_draft_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.running: dict[Sequence, None] = {}  # a set in order of arrival
         self._proposer_max_len = proposer_max_len
         self._budget = max_num_batched_tokens
         self._max_running = min(max_num_seqs, max_num_batched_tokens // (num_draft_tokens + 2))
@@ -68,7 +68,7 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Take a finished, failed or aborted sequence out and free its blocks."""
         if seq in self.running:
-            self.running.remove(seq)
+            del self.running[seq]
         elif seq in self.waiting:
             self.waiting.remove(seq)
         self.pool.free(seq.preempt())
@@ -153,7 +153,7 @@ class Scheduler:
             self.pool.free(hits)
             return False
         self.waiting.popleft()
-        self.running.append(seq)
+        self.running[seq] = None
         seq.block_table = hits + blocks
         plan.new_blocks += blocks
         num_hit = len(hits) * self.pool.block_size
@@ -169,7 +169,7 @@ class Scheduler:
         if missing <= 0:
             return True
         while (blocks := self.pool.allocate(missing)) is None:
-            victim = self.running.pop()
+            victim, _ = self.running.popitem()
             self.pool.free(victim.preempt())
             self.waiting.appendleft(victim)
             plan.num_preempted += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from specdec.config import SamplingParams
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One sample of a request.
 

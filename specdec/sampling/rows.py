@@ -6,7 +6,7 @@ A feature that no row uses is None and costs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ _ALWAYS = 2**62  # a ban that never ends
 _MAX_TOPK = 1024  # a larger top_k costs as much as ordering the whole vocabulary
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowSource:
-    """What one row needs, on the host."""
+    """What one row needs, on the host; made once for a sequence, whose `token_ids` grow."""
 
     params: SamplingParams
     token_ids: Sequence[int]  # prompt + emitted
@@ -29,6 +29,17 @@ class RowSource:
     seed: int  # 64 bits
     stop_ids: tuple[int, ...]  # banned while fewer than min_tokens are out
     bad_words: tuple[tuple[int, ...], ...]  # token ids
+    greedy: bool = field(init=False)
+    signed_seed: int = field(init=False)
+    has_rules: bool = field(init=False)  # more than temperature
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.greedy = params.greedy
+        self.signed_seed = seed_to_int64(self.seed)
+        truncates = params.top_k or params.top_p < 1.0 or params.min_p
+        edits = params.allowed_token_ids is not None or params.min_tokens or params.logit_bias
+        self.has_rules = bool(truncates or edits or self.bad_words or _penalises(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +123,20 @@ class SamplingRows:
         they hold committed tokens only. Rows without allowed_token_ids cost nothing that grows
         with the vocabulary. Raises ValueError for a seed of more than 64 bits.
         """
-        greedy = [row.params.greedy for row in rows]
-        sampled = [None if g else row.params for g, row in zip(greedy, rows, strict=True)]
-        temperature = [1.0 if p is None else p.temperature for p in sampled]
+        greedy = [row.greedy for row in rows]
+        temperature = [1.0 if row.greedy else row.params.temperature for row in rows]
         divides = any(t != 1.0 for t in temperature)
+        rules = any(row.has_rules for row in rows)
+        sampled = [None if row.greedy else row.params for row in rows] if rules else []
         return cls(
             all_greedy=all(greedy),
             any_greedy=any(greedy),
             greedy=torch.tensor(greedy, dtype=torch.bool).to(device),
-            seeds=_ints([seed_to_int64(row.seed) for row in rows], device),
-            allowed=_allowed(rows, vocab_size, device),
-            bans=_bans(rows, vocab_size, device),
-            biases=_biases(rows, vocab_size, device),
-            penalties=_penalties(rows, vocab_size, device),
+            seeds=_ints([row.signed_seed for row in rows], device),
+            allowed=_allowed(rows, vocab_size, device) if rules else None,
+            bans=_bans(rows, vocab_size, device) if rules else None,
+            biases=_biases(rows, vocab_size, device) if rules else None,
+            penalties=_penalties(rows, vocab_size, device) if rules else None,
             temperature=_floats(temperature, device)[:, None, None] if divides else None,
             log_min_p=_log_min_p(sampled, device),
             truncations=_truncations(sampled, vocab_size, device),
@@ -132,11 +144,11 @@ class SamplingRows:
 
 
 def _ints(values: Iterable[int], device: torch.device | str) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64).to(device)
+    return torch.from_numpy(np.fromiter(values, np.int64)).to(device)
 
 
 def _floats(values: Iterable[float], device: torch.device | str) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float32).to(device)
+    return torch.from_numpy(np.fromiter(values, np.float32)).to(device)
 
 
 def _allowed(
