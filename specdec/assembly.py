@@ -5,43 +5,30 @@ before weights load.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from specdec.attention.select import Choice, select_backend
 from specdec.block_pool import BlockPool
+from specdec.calibration import step_costs
 from specdec.config import EngineConfig
 from specdec.engine import Engine
-from specdec.kv_cache import KVLayout
+from specdec.lookahead import MAX_LOOKAHEAD, PRIORS, SEEDED_LOOKAHEAD, LookaheadChooser
 from specdec.memory import (
     CPU_KV_BYTES,
-    Footprint,
     MemoryPlan,
     free_bytes,
     plan_memory,
     workspace_bytes,
 )
-from specdec.models.families import check_family, kv_shape, max_context
-from specdec.models.lean_model import lean_or_transformers
-from specdec.models.loading import (
-    ModelSource,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    resolve_dtype,
-    resolve_source,
-    source_from_model,
-    weight_bytes,
-)
-from specdec.models.paged_model import ATTENTION_NAME, PagedModel
-from specdec.models.shared_draft import check_target, is_shared, load_shared_draft, own_bytes
-from specdec.models.vocabulary import check_vocabularies
+from specdec.model_pair import ModelName, Part, check_pair, find_part, load_part, resolve_device
+from specdec.models.families import kv_shape, max_context
+from specdec.models.loading import eos_token_ids, load_tokenizer
+from specdec.models.paged_model import PagedModel
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.hybrid import HybridProposer
@@ -55,8 +42,6 @@ from specdec.verifiers.rejection import rejection
 from specdec.verifiers.target_model import TargetModelVerifier
 
 logger = logging.getLogger("specdec")
-
-ModelName: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
 @dataclass(slots=True)
@@ -104,6 +89,7 @@ PROPOSERS: Registry[Callable[[ProposerContext], Proposer]] = Registry(
         "none": lambda context: NoProposer(),
     },
 )
+DEFAULT_LOOKAHEAD = 5  # of a proposer, or on a device, whose costs are not measured
 NEEDS_DRAFT = ("draft_model", "hybrid")
 NEEDS_NO_DRAFT = ("ngram", "none")
 # Steps in which every row is greedy compare with the argmax under any rule; the rule is for others.
@@ -112,30 +98,6 @@ ACCEPTANCE_RULES: Registry[AcceptanceRule] = Registry(
     "specdec.verifiers",
     {"rejection": rejection, "greedy": refuse_sampling},
 )
-
-
-@dataclass(slots=True)
-class _Part:
-    """One model on its way: source, and the module once it is in memory."""
-
-    role: str
-    source: ModelSource
-    model: PreTrainedModel | None
-    dtype: torch.dtype
-
-    @property
-    def shared(self) -> bool:
-        """Whether it is a draft that borrows the target's embedding and head."""
-        return is_shared(self.source.config) and self.source.load_format != "dummy"
-
-    def footprint(self) -> Footprint:
-        shape = kv_shape(self.source.config)
-        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype)
-        if self.model is not None:
-            loaded = 0
-        else:
-            loaded = (own_bytes if self.shared else weight_bytes)(self.source, self.dtype)
-        return Footprint(self.role, loaded, layout)
 
 
 def assemble(
@@ -149,27 +111,29 @@ def assemble(
     """Build an engine. Raises ValueError, ImportError or FileNotFoundError with a remedy."""
     device = resolve_device(config.device, target)
     proposer_name = _proposer_name(config, draft is not None)
-    make_proposer = PROPOSERS.get(proposer_name)
-    if proposer_name in NEEDS_NO_DRAFT and draft is not None:
-        logger.info("the draft stays unloaded: proposer %r does not use it", proposer_name)
-        draft = None
+    draft = _used(draft, proposer_name)
     rule = ACCEPTANCE_RULES.get(config.acceptance)
-    part = partial(_part, config=config, device=device, progress=progress)
+    part = partial(find_part, config=config, device=device, progress=progress)
     target_part = part("target", target)
     parts = [target_part] if draft is None else [target_part, part("draft", draft)]
     own_tokenizer = tokenizer or load_tokenizer(target_part.source)
     if draft is not None:
-        _check_pair(own_tokenizer, *parts)
+        check_pair(own_tokenizer, *parts)
     geometry = [(p.dtype, kv_shape(p.source.config).head_dim) for p in parts]
     choice = select_backend(config.attention, device, geometry)
     block_size = _block_size(config.block_size, choice)
-    memory = _plan(parts, config, device, block_size)
-    loaded = [_load(p, parts[0], choice, device, config, progress) for p in parts]
-    models = [model for model, _ in loaded]
+    lookahead = _largest_lookahead(config, proposer_name, device)
+    memory = _plan(parts, config, device, block_size, lookahead)
+    typical = SEEDED_LOOKAHEAD if config.num_draft_tokens is None else lookahead
+    load = partial(load_part, target=target_part, choice=choice, device=device, config=config)
+    loaded = [load(p, lookahead=typical, progress=progress) for p in parts]
+    models, linears = [model for model, _ in loaded], loaded[0][1]
     for model in models:
         model.attach(memory.num_blocks, block_size)
+    chooser = _chooser(config, proposer_name, device, parts, models, [choice.backend.name, linears])
     pool = BlockPool(memory.num_blocks, block_size, config.enable_prefix_caching)
-    proposer = make_proposer(ProposerContext(config, models[1] if draft is not None else None))
+    context = ProposerContext(config, models[1] if draft is not None else None)
+    proposer = PROPOSERS.get(proposer_name)(context)
     engine = Engine(
         models[0],
         proposer,
@@ -180,35 +144,65 @@ def assemble(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=memory.max_model_len,
-            num_draft_tokens=config.num_draft_tokens,
+            num_draft_tokens=lookahead,
             proposer_max_len=proposer.max_model_len,
+            chooser=chooser,
         ),
         tokenizer=own_tokenizer,
         eos_ids=eos_token_ids(target_part.source, target_part.model, own_tokenizer),
     )
     description = {
-        **_describe(parts, config, memory),
-        "proposer": proposer_name,
-        "linears": loaded[0][1],
-        "attention": choice.backend.name,
-        "attention_reason": choice.reason,
+        **_describe(parts, config, memory, choice),
         "device": str(device),
+        "proposer": proposer_name,
+        "linears": linears,
+        **_describe_lookahead(lookahead, chooser),
         "block_size": block_size,
     }
     return Assembled(engine, own_tokenizer, choice, memory, description)
 
 
-def _check_pair(tokenizer: Any, target: _Part, draft: _Part) -> None:
-    if draft.shared:  # no tokenizer of its own
-        check_target(draft.source, target.source.config)
-        draft.dtype = target.dtype
-        return
-    check_vocabularies(
-        tokenizer,
-        load_tokenizer(draft.source),
-        target.source.config.get_text_config().vocab_size,
-        draft.source.config.get_text_config().vocab_size,
-    )
+def _used(draft: ModelName | None, proposer_name: str) -> ModelName | None:
+    """The draft, unless the proposer has no use for it: then it is not loaded."""
+    if proposer_name in NEEDS_NO_DRAFT and draft is not None:
+        logger.info("the draft stays unloaded: proposer %r does not use it", proposer_name)
+        return None
+    return draft
+
+
+def _largest_lookahead(config: EngineConfig, proposer: str, device: torch.device) -> int:
+    """The K asked for, else the largest that may be chosen, or DEFAULT_LOOKAHEAD where costs are
+    not measured.
+    """
+    if config.num_draft_tokens is not None:
+        return config.num_draft_tokens
+    if proposer == "none":
+        return 0
+    largest = MAX_LOOKAHEAD if _measures(proposer, device) else DEFAULT_LOOKAHEAD
+    return min(largest, config.max_num_batched_tokens - 2)
+
+
+def _measures(proposer: str, device: torch.device) -> bool:
+    return proposer in PRIORS and device.type == "cpu"
+
+
+def _chooser(
+    config: EngineConfig,
+    proposer: str,
+    device: torch.device,
+    parts: list[Part],
+    models: list[PagedModel],
+    kernels: list[str],
+) -> LookaheadChooser | None:
+    """K by measured costs, unless the user gave K."""
+    if config.num_draft_tokens is not None or not _measures(proposer, device):
+        return None
+    about = {
+        "models": [[p.source.name, str(kv_shape(p.source.config)), str(p.dtype)] for p in parts],
+        "kernels": kernels,
+    }
+    costs = step_costs(models[0], models[1] if len(models) > 1 else None, about)
+    return LookaheadChooser(costs, PRIORS[proposer])
 
 
 def _proposer_name(config: EngineConfig, has_draft: bool) -> str:
@@ -224,11 +218,14 @@ def _proposer_name(config: EngineConfig, has_draft: bool) -> str:
     return config.proposer
 
 
-def _describe(parts: list[_Part], config: EngineConfig, memory: MemoryPlan) -> dict[str, Any]:
+def _describe(
+    parts: list[Part], config: EngineConfig, memory: MemoryPlan, choice: Choice
+) -> dict[str, Any]:
     return {
+        "attention": choice.backend.name,
+        "attention_reason": choice.reason,
         "target": parts[0].source.name,
         "draft": parts[1].source.name if len(parts) > 1 else None,
-        "num_draft_tokens": config.num_draft_tokens,
         "acceptance": config.acceptance,
         "dtype": str(parts[0].dtype).removeprefix("torch."),
         "num_blocks": memory.num_blocks,
@@ -236,57 +233,10 @@ def _describe(parts: list[_Part], config: EngineConfig, memory: MemoryPlan) -> d
     }
 
 
-def resolve_device(name: str, target: ModelName) -> torch.device:
-    """The device asked for; auto takes the target's if it is loaded, else CUDA when there is
-    one.
-    """
-    if name == "auto":
-        if isinstance(target, PreTrainedModel):
-            return torch.device(target.device)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not known to torch; use 'cpu' or 'cuda'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {name!r} was asked for, torch sees no CUDA device; use device='cpu'"
-        )
-    return device
-
-
-def _part(
-    role: str, name: ModelName, *, config: EngineConfig, device: torch.device, progress: bool
-) -> _Part:
-    if isinstance(name, PreTrainedModel):
-        check_family(name.config)
-        if config.dtype != "auto" and resolve_dtype(config.dtype, None, device) != name.dtype:
-            raise ValueError(
-                f"the {role} is loaded in {name.dtype}, dtype={config.dtype!r} was asked for; "
-                f"convert the model or leave dtype out"
-            )
-        if name.device != device:
-            raise ValueError(
-                f"the {role} is on {name.device}, the engine on {device}; move it first"
-            )
-        return _Part(role, source_from_model(name), name, name.dtype)
-    if not isinstance(name, str | os.PathLike) or isinstance(name, bytes):
-        raise ValueError(
-            f"the {role} must be an alias, folder, hub id, GGUF file or transformers model, "
-            f"got {name!r}"
-        )
-    source = resolve_source(
-        name,
-        load_format=config.load_format,
-        trust_remote_code=config.trust_remote_code,
-        progress=progress,
-    )
-    part = _Part(role, source, None, resolve_dtype(config.dtype, source.config, device))
-    if role == "target" and part.shared:
-        raise ValueError(
-            f"{source.name} is a draft that borrows its target's embedding: give it as draft="
-        )
-    return part
+def _describe_lookahead(lookahead: int, chooser: LookaheadChooser | None) -> dict[str, Any]:
+    if chooser is None:
+        return {"num_draft_tokens": lookahead, "lookahead": "given"}
+    return {"num_draft_tokens": chooser.best(1), "lookahead": chooser.summary()}
 
 
 def _block_size(asked: int | None, choice: Choice) -> int:
@@ -302,7 +252,11 @@ def _block_size(asked: int | None, choice: Choice) -> int:
 
 
 def _plan(
-    parts: list[_Part], config: EngineConfig, device: torch.device, block_size: int
+    parts: list[Part],
+    config: EngineConfig,
+    device: torch.device,
+    block_size: int,
+    lookahead: int,
 ) -> MemoryPlan:
     text = parts[0].source.config.get_text_config()
     native = max_context(parts[0].source.config)
@@ -319,7 +273,7 @@ def _plan(
         workspace=workspace_bytes(
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.num_draft_tokens,
+            lookahead,
             text.vocab_size,
             width,
         ),
@@ -327,35 +281,7 @@ def _plan(
         max_model_len=config.max_model_len or native,
         shrink=config.max_model_len is None,
         max_num_seqs=config.max_num_seqs,
-        num_draft_tokens=config.num_draft_tokens,
+        num_draft_tokens=lookahead,
         num_blocks=config.num_blocks,
         kv_limit=CPU_KV_BYTES if device.type == "cpu" else None,
     )
-
-
-def _load(
-    part: _Part,
-    target: _Part,
-    choice: Choice,
-    device: torch.device,
-    config: EngineConfig,
-    progress: bool,
-) -> tuple[PagedModel, str]:
-    """The model, ready but for its KV, and how its products are kept."""
-    owned = part.model is None
-    if part.model is None and part.shared:
-        assert target.model is not None  # loaded first
-        part.model = load_shared_draft(part.source, target.model)
-    elif part.model is None:
-        part.model = load_model(part.source, device=device, dtype=part.dtype, progress=progress)
-    else:
-        part.model.eval()
-        part.model.set_attn_implementation(ATTENTION_NAME)
-    paged = lean_or_transformers(
-        part.model,
-        choice.backend,
-        owned=owned,
-        cpu_linear=config.cpu_linear,
-        lookahead=config.num_draft_tokens,
-    )
-    return paged

@@ -175,7 +175,7 @@ class EngineConfig:
     and memory.
     """
 
-    num_draft_tokens: int = 5  # K, the lookahead; 0 = plain decoding
+    num_draft_tokens: int | None = None  # K, the lookahead; 0 = plain decoding, None: by cost
     proposer: str = "auto"  # draft_model with a draft, else ngram; hybrid, none, a plugin's name
     acceptance: str = "rejection"  # the acceptance rule
     attention: str = "auto"
@@ -198,7 +198,8 @@ class EngineConfig:
     hybrid_ngram: int = 6  # hybrid: a match of this many tokens comes before the draft model
 
     def __post_init__(self) -> None:
-        check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
+        if self.num_draft_tokens is not None:
+            check_whole("num_draft_tokens", self.num_draft_tokens, 0, MAX_NUM_DRAFT_TOKENS)
         if self.block_size is not None:
             check_whole("block_size", self.block_size, 16, 256)
             if self.block_size & (self.block_size - 1):
@@ -227,9 +228,8 @@ class EngineConfig:
             )
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {self.load_format!r}")
-        step = (
-            self.num_draft_tokens + 2
-        )  # verify K + 1 tokens, and the draft's second first-feed token
+        # verify K + 1 tokens, and the draft's second first-feed token
+        step = (self.num_draft_tokens or 0) + 2
         if self.max_num_batched_tokens < step:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, one sequence's step "

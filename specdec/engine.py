@@ -28,6 +28,8 @@ from specdec.verifiers.base import BAD_DRAFT, BAD_LOGITS, BAD_RULE, Verdict, Ver
 
 logger = logging.getLogger("specdec")
 
+LEARN_STEPS = 32  # steps after which the choice of K looks at the acceptance again
+
 
 class Engine:
     """Serves requests by continuous batching. Not thread-safe: Driver adds a lock.
@@ -136,6 +138,8 @@ class Engine:
                 touched.update({r.request_id: r for r in progressed})
         touched.update(self._ended_early)
         self._ended_early.clear()
+        if self.stats.num_steps % LEARN_STEPS == 0:
+            self.scheduler.learn(self.stats)
         return list(touched.values())
 
     def take_ended(self) -> list[Request]:

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias, overload
 
-from specdec.assembly import ModelName, assemble
+from specdec.assembly import assemble
 from specdec.config import EngineConfig, SamplingParams, build
 from specdec.driver import Driver, Query
+from specdec.model_pair import ModelName
 from specdec.models.default_target import DEFAULT_TARGET
 from specdec.outputs import Request, RequestOutput
 from specdec.progress import batch_progress

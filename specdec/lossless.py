@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from specdec.config import SamplingParams
 from specdec.llm import LLM, Prompt
+from specdec.lookahead import SEEDED_LOOKAHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,13 @@ def compare_with_plain(
     params = params or SamplingParams(temperature=0)
     if not params.greedy:
         raise ValueError(f"temperature is {params.temperature}, texts are comparable only at 0")
+    lookahead = params.num_draft_tokens
+    if lookahead is None and llm.config.num_draft_tokens is None:
+        lookahead = SEEDED_LOOKAHEAD  # a K chosen by cost may be 0
     plain = llm.generate(list(prompts), replace(params, num_draft_tokens=0, logprobs=2))
-    speculative = llm.generate(list(prompts), replace(params, logprobs=None))
+    speculative = llm.generate(
+        list(prompts), replace(params, num_draft_tokens=lookahead, logprobs=None)
+    )
     differences = []
     for i, (one, other) in enumerate(zip(plain, speculative, strict=True)):
         if one.error or other.error:

@@ -40,7 +40,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    seed: int  # sample this alone again with SamplingParams(seed=...)
+    seed: int  # sample this alone again with SamplingParams(seed=..., num_draft_tokens=lookahead)
+    lookahead: int | None  # the K that a sampled text depends on; None for a greedy one
     finish_reason: str | None  # stop | length | abort | error; None while running
     stop_reason: int | str | None  # the end token or stop string
     logprobs: list[TokenLogprobs] | None
@@ -213,6 +214,7 @@ class Sample:
             text=text,
             token_ids=seq.token_ids[seq.num_prompt_tokens :],
             seed=seq.seed,
+            lookahead=seq.lookahead,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             logprobs=list(self.logprobs) if wants_logprobs else None,

@@ -8,7 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from specdec.block_pool import BlockPool
+from specdec.lookahead import SEEDED_LOOKAHEAD, LookaheadChooser
 from specdec.sequence import Sequence, Span, blocks_for
+from specdec.stats import SpecStats
 
 PROMPT_LOGPROBS_CHUNK = 256  # prompt tokens of a step whose logits are wanted
 
@@ -44,6 +46,7 @@ class Scheduler:
         max_model_len: int,
         num_draft_tokens: int,
         proposer_max_len: int | None = None,
+        chooser: LookaheadChooser | None = None,
     ) -> None:
         self.pool = pool
         self.max_model_len = max_model_len
@@ -51,6 +54,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # a set in order of arrival
         self._proposer_max_len = proposer_max_len
+        self._chooser = chooser  # None: num_draft_tokens is K itself, else the largest K
+        self._chosen = num_draft_tokens  # K of requests that leave it open, in this step
         self._budget = max_num_batched_tokens
         self._max_running = min(max_num_seqs, max_num_batched_tokens // (num_draft_tokens + 2))
 
@@ -80,12 +85,11 @@ class Scheduler:
     def lookahead(self, seq: Sequence) -> int:
         """K of this sequence's next window.
 
-        It depends on the request alone, never on the batch, since under `rejection` the text of a
-        seed depends on K. Only a greedy request is cut to what max_tokens leaves: its text is the
-        same at any K.
+        A request that samples keeps one K for its life, since under `rejection` the text of a seed
+        depends on K. Only a greedy request follows the chooser, and is cut to what max_tokens
+        leaves: its text is the same at any K.
         """
-        asked = seq.params.num_draft_tokens
-        drafts = self.num_draft_tokens if asked is None else min(asked, self.num_draft_tokens)
+        drafts = self._base_lookahead(seq) if seq.lookahead is None else seq.lookahead
         drafts = min(drafts, self.max_model_len - len(seq))
         if self._proposer_max_len is not None:  # the last draft is never fed back
             drafts = min(drafts, self._proposer_max_len - len(seq) + 1)
@@ -93,12 +97,33 @@ class Scheduler:
             drafts = min(drafts, seq.remaining(self.max_model_len) - 1)
         return max(drafts, 0)
 
+    def _base_lookahead(self, seq: Sequence) -> int:
+        """K before the context's end cuts it: the request's own, else the engine's. That of a
+        seeded request never depends on the batch or on measured costs.
+        """
+        asked = seq.params.num_draft_tokens
+        if asked is not None:
+            return min(asked, self.num_draft_tokens)
+        if self._chooser is None:
+            return self.num_draft_tokens
+        if seq.params.seed is not None and not seq.params.greedy:
+            return min(SEEDED_LOOKAHEAD, self.num_draft_tokens)
+        return self._chosen
+
+    def learn(self, stats: SpecStats) -> None:
+        """Tell the chooser of K what acceptance was seen."""
+        if self._chooser is not None:
+            self._chooser.learn(stats)
+
     def schedule(self) -> StepPlan:
         """Plan one step. Decoding comes first, then prefill already begun, then new sequences while
         blocks last.
         """
         plan = StepPlan()
         budget = self._budget
+        if self._chooser is not None:
+            num_rows = min(len(self.running) + len(self.waiting), self._max_running)
+            self._chosen = min(self._chooser.best(num_rows), self.num_draft_tokens)
         for seq in list(self.running):
             if seq in self.running and seq.prefilled:
                 budget -= self._plan_decode(plan, seq)
@@ -144,6 +169,8 @@ class Scheduler:
         """Move the head of the queue to running if all its tokens and its lookahead fit beside
         those running.
         """
+        if seq.lookahead is None and not seq.params.greedy:
+            seq.lookahead = self._base_lookahead(seq)
         hits: list[int] = []
         if seq.params.prompt_logprobs is None:  # cached tokens have no logits
             hits = self.pool.match_prefix(seq.token_ids, len(seq) - 2)

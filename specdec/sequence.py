@@ -30,6 +30,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # shared by target and draft KV
     num_computed_tokens: int = 0  # leading tokens with valid target KV
     num_draft_computed_tokens: int = 0  # the same for the draft
+    lookahead: int | None = None  # K of a sequence that samples, set when it is admitted
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token or the string that ended it
 

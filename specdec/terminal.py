@@ -81,6 +81,8 @@ def print_stats(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     table.add_row("target", f"{about['target']} ({about['dtype']}, {about['device']})")
     table.add_row("linears", about["linears"])
     table.add_row("drafts", f"{drafts}, up to {about['num_draft_tokens']} a step")
+    if about["lookahead"] != "given":
+        table.add_row("lookahead", about["lookahead"])
     table.add_row("attention", f"{about['attention']} ({about['attention_reason']})")
     table.add_row(
         "emitted",

@@ -42,7 +42,8 @@ def test_streamed_text_equals_the_whole_text(
 
 
 def test_marks_name_each_origin(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "generate", "hello", "--mark", "--draft", model, *common(model))
+    drafting = ("--draft", model, "--num-draft-tokens", "5")
+    code, out, err = run(capsys, "generate", "hello", "--mark", *drafting, *common(model))
     assert code == 0
     assert out.count("+") >= 8 and "accepted" in err and "bonus" in err
 

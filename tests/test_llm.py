@@ -85,8 +85,10 @@ def test_n_samples_equal_solo_runs_with_the_next_seeds(llm: LLM) -> None:
 
 def test_an_unseeded_request_reports_a_seed_that_repeats_it(llm: LLM) -> None:
     first = llm.generate("again", max_tokens=15)
-    seed = first.outputs[0].seed
-    assert llm.generate("again", max_tokens=15, seed=seed).token_ids == first.token_ids
+    found = first.outputs[0]
+    again = llm.generate("again", max_tokens=15, seed=found.seed, num_draft_tokens=found.lookahead)
+    assert again.token_ids == first.token_ids
+    assert llm.generate("again", max_tokens=15, temperature=0).outputs[0].lookahead is None
 
 
 def test_threads_share_one_engine(llm: LLM) -> None:
@@ -197,7 +199,7 @@ def test_engine_options_are_checked(
 def test_a_loaded_model_is_used_in_place() -> None:
     model = tiny_model("llama", 0)
     weight = model.get_output_embeddings().weight
-    llm = LLM(model, model, progress=False, num_blocks=32)
+    llm = LLM(model, model, num_draft_tokens=3, progress=False, num_blocks=32)
     kept = llm._driver.engine.target._head.weight  # type: ignore[attr-defined]
     assert kept.data_ptr() == weight.data_ptr()
     output = llm.generate([5, 6, 7], GREEDY)

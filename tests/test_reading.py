@@ -101,7 +101,7 @@ def test_a_missing_draft_is_refused_before_weights_load(
     def load(*args: Any, **options: Any) -> Any:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("specdec.assembly.load_model", load)
+    monkeypatch.setattr("specdec.model_pair.load_model", load)
     with pytest.raises(ValueError, match="needs a draft"):
         LLM(folder, proposer=proposer, progress=False)
 
