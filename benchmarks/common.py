@@ -276,21 +276,39 @@ def save_json(folder: Path, name: str, result: dict[str, Any]) -> Path:
 
 @torch.inference_mode()
 def transformers_generate(
-    model: Any, prompts: list[Ids], max_tokens: int, eos_ids: Sequence[int], lookup: int
+    model: Any,
+    prompts: list[Ids],
+    max_tokens: int,
+    eos_ids: Sequence[int],
+    temperature: float = 0.0,
+    *,
+    lookup: int = 0,
+    assistant: Any = None,
+    lookahead: int = 0,
 ) -> list[Ids]:
-    """New tokens of transformers' greedy generate, padded on the left, cut behind an end token."""
+    """New tokens of transformers' generate, padded on the left, cut behind an end token; with
+    prompt lookup of `lookup` tokens, or an assistant model that drafts `lookahead` tokens.
+    """
     width = max(len(prompt) for prompt in prompts)
     pad = eos_ids[0] if eos_ids else 0
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     config = GenerationConfig(
-        do_sample=False,
+        do_sample=temperature > 0,
+        **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
         max_new_tokens=max_tokens,
         pad_token_id=pad,
         eos_token_id=list(eos_ids) or None,
         prompt_lookup_num_tokens=lookup or None,
     )
-    rows = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    drafting = {}
+    if assistant is not None:
+        assistant.generation_config.num_assistant_tokens = lookahead
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        drafting["assistant_model"] = assistant
+    found = model.generate(ids, attention_mask=mask, generation_config=config, **drafting)
+    rows = found[:, width:].tolist()
     return [cut(row[:max_tokens], eos_ids) for row in rows]
 
 

@@ -1,26 +1,30 @@
-"""Does speculation pay on a CPU? One greedy target: K = 0, n-gram drafts, and transformers.
+"""Does speculation pay on a CPU? One target: K = 0, drafts, and transformers doing the same.
 
     python benchmarks/cpu_pair.py
+    python benchmarks/cpu_pair.py --draft FOLDER --temperature 0.7
+
+Drafts come from the text (n-gram), and with --draft also from a model, or from both (hybrid); each
+with every K asked for and with the K that the engine chooses by cost ("auto").
 
 Every contender sees the same prompts and stops at the same end tokens. First each runs once; that
 is the warm-up, and it picks the best K of each library on at least half of the prompts. Then plain
 decoding and the best K of each library run `--repeats` times, taking turns at each batch, and
 ratios are taken inside one repeat. A second run that emits one token a prompt gives the prefill
-time; "decode" is the rest. The prefix cache is off, since repeats share their prompts. Texts are
-compared, token by token, with transformers' plain fp32 run at batch 1. A batch during which other
-processes took more than `--quiet` of the processors is run again; what stays disturbed is marked.
+time; "decode" is the rest. The prefix cache is off, since repeats share their prompts. Greedy
+texts are compared, token by token, with transformers' plain fp32 run at batch 1. A batch during
+which other processes took more than `--quiet` of the processors is run again; what stays disturbed
+is marked.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import (
     RESULTS,
     Ids,
@@ -34,47 +38,15 @@ from common import (
     say,
     table,
     timed,
-    transformers_generate,
     wait_until_quiet,
 )
-from transformers import AutoModelForCausalLM
+from contenders import Answers, Contender, specdec_contenders, transformers_contenders
 
-from specdec import LLM, SamplingParams
+from specdec import LLM
 from specdec.models.loading import eos_token_ids, resolve_source
 
-QUESTION = "Greedy decoding on a CPU: plain, n-gram drafts, and transformers doing the same"
+QUESTION = "Decoding on a CPU: plain, with drafts, and transformers doing the same"
 PATIENCE = 600.0  # seconds to wait for other processes to end
-COUNTS = ("num_target_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
-
-
-@dataclass(slots=True)
-class Answers:
-    """New tokens of each prompt, and the engine's counts where it keeps them."""
-
-    token_ids: list[Ids] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: Answers) -> None:
-        self.token_ids += other.token_ids
-        for name, value in other.counts.items():
-            self.counts[name] = self.counts.get(name, 0) + value
-
-
-@dataclass(slots=True)
-class Contender:
-    """One way to decode. `run` gets the prompts of one batch and the number of new tokens."""
-
-    library: str  # specdec | transformers
-    method: str  # plain | ngram | prompt lookup
-    dtype: str
-    num_draft_tokens: int
-    run: Callable[[list[Ids], int], Answers]
-    max_batch: int | None = None
-
-    @property
-    def name(self) -> str:
-        drafts = f" K={self.num_draft_tokens}" if self.num_draft_tokens else ""
-        return f"{self.library} {self.method}{drafts} {self.dtype}"
 
 
 @dataclass(slots=True)
@@ -112,52 +84,6 @@ class Pass:
             "num_tokens": self.num_tokens,
             "disturbance": round(self.disturbance, 3),
         }
-
-
-def specdec_contenders(llm: LLM, lookaheads: Sequence[int]) -> list[Contender]:
-    """K = 0 and each lookahead, as settings of requests to one engine."""
-
-    def runner(k: int) -> Callable[[list[Ids], int], Answers]:
-        def run(prompts: list[Ids], max_tokens: int) -> Answers:
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, num_draft_tokens=k)
-            outputs = llm.generate(prompts, params)
-            for output in outputs:
-                if output.error:
-                    raise RuntimeError(output.error)
-            samples = [output.outputs[0] for output in outputs]
-            counts = {name: sum(s.stats[name] for s in samples) for name in COUNTS}
-            return Answers([s.token_ids for s in samples], counts)
-
-        return run
-
-    dtype = llm.description["dtype"]
-    plain = Contender("specdec", "plain", dtype, 0, runner(0))
-    return [plain, *(Contender("specdec", "ngram", dtype, k, runner(k)) for k in lookaheads if k)]
-
-
-def transformers_contenders(
-    path: str, eos_ids: Sequence[int], lookaheads: Sequence[int], *, bf16: bool
-) -> list[Contender]:
-    """generate() plain in fp32 (the reference) and, if asked for, bf16; prompt lookup in fp32."""
-
-    def runner(model: Any, k: int) -> Callable[[list[Ids], int], Answers]:
-        def run(prompts: list[Ids], max_tokens: int) -> Answers:
-            return Answers(transformers_generate(model, prompts, max_tokens, eos_ids, k))
-
-        return run
-
-    found = []
-    for dtype in (torch.float32, *((torch.bfloat16,) if bf16 else ())):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-        name = str(dtype).removeprefix("torch.")
-        found.append(Contender("transformers", "plain", name, 0, runner(model, 0)))
-        if dtype is torch.float32:  # its prompt lookup serves one sequence at a time
-            found += [
-                Contender("transformers", "prompt lookup", name, k, runner(model, k), max_batch=1)
-                for k in lookaheads
-                if k
-            ]
-    return found
 
 
 def measure(contender: Contender, group: list[Ids], max_tokens: int, quiet: float) -> Pass:
@@ -219,7 +145,10 @@ def select(
 
 
 def summarise(
-    contenders: list[Contender], passes: dict[str, list[Pass]], batch: int, reference: list[Ids]
+    contenders: list[Contender],
+    passes: dict[str, list[Pass]],
+    batch: int,
+    reference: list[Ids] | None,
 ) -> list[dict[str, Any]]:
     """One result per contender: rates, ratios inside each repeat, equality, acceptance."""
     names = {(c.library, c.method, c.dtype): c.name for c in contenders}
@@ -246,7 +175,9 @@ def summarise(
                 "decode_tokens_per_second": Spread.of(one.decode_rate for one in own).as_dict(),
                 "ratio_to_transformers_plain": ratio(hf_plain),
                 "ratio_to_specdec_plain": ratio(own_plain),
-                "equality": equality(reference, [one.answers.token_ids for one in own]),
+                "equality": None
+                if reference is None
+                else equality(reference, [one.answers.token_ids for one in own]),
                 "disturbance": round(max(one.disturbance for one in own), 3),
                 "counts": own[0].answers.counts,
                 "passes": [one.as_dict() for one in own],
@@ -275,7 +206,7 @@ def result_table(results: list[dict[str, Any]]) -> str:
                 spread(one["ratio_to_transformers_plain"]),
                 spread(one["ratio_to_specdec_plain"]),
                 f"{counts['num_emitted_tokens'] / steps:.2f}" if steps else "-",
-                f"{equal['num_equal']} of {equal['num_prompts']}",
+                f"{equal['num_equal']} of {equal['num_prompts']}" if equal else "-",
             )
         )
     columns = (
@@ -296,25 +227,33 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     """The whole benchmark, as the data that is saved."""
     result: dict[str, Any] = {"header": header(QUESTION, command, seeds=[])}
     source = resolve_source(args.target)
-    llm = LLM(
-        args.target,
-        num_draft_tokens=max(1, *args.lookahead),
-        enable_prefix_caching=False,
-        progress=False,
-    )
+    engines = {
+        proposer: LLM(
+            args.target,
+            None if proposer == "ngram" else args.draft,
+            proposer=proposer,
+            enable_prefix_caching=False,
+            progress=False,
+        )
+        for proposer in (("draft_model", "hybrid", "ngram") if args.draft else ("ngram",))
+    }
+    llm = engines["ngram"]
     eos_ids = sorted(eos_token_ids(source, None, llm.tokenizer))
     prompts = read_prompts(args.prompts, args.num_prompts)
     encoded = [encode(llm, prompt.text) for prompt in prompts]
     contenders = [
-        *transformers_contenders(source.path, eos_ids, args.lookup, bf16=args.bf16),
-        *specdec_contenders(llm, args.lookahead),
+        *transformers_contenders(
+            source.path, eos_ids, args.lookup, args.temperature, bf16=args.bf16, draft=args.draft
+        ),
+        *specdec_contenders(engines, args.lookahead, args.temperature),
     ]
     result["settings"] = {
         "target": args.target,
-        "engine": llm.description,
+        "draft": args.draft,
+        "engines": {name: engine.description for name, engine in engines.items()},
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
-        "temperature": 0,
+        "temperature": args.temperature,
         "lookahead": args.lookahead,
         "lookup": args.lookup,
         "prompts": [
@@ -323,8 +262,10 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
         ],
     }
     result["selection"], result["results"] = [], []
-    reference = contenders[0].run
-    expected = [reference([ids], args.max_tokens).token_ids[0] for ids in encoded]
+    expected = None
+    if args.temperature == 0:
+        reference = contenders[0].run
+        expected = [reference([ids], args.max_tokens).token_ids[0] for ids in encoded]
     for batch in args.batch:
         able = [c for c in contenders if c.max_batch is None or batch <= c.max_batch]
         work = (encoded, batch, args.max_tokens, args.quiet)
@@ -340,6 +281,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--target", default="smollm2-135m", help="alias or folder (default: smollm2-135m)"
     )
+    parser.add_argument(
+        "--draft", help="draft model for the pair, made by specdec distill or other"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
     parser.add_argument(
         "--prompts", type=Path, help='.jsonl with "prompt" or "turns"; default: built in'
     )

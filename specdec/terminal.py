@@ -18,6 +18,7 @@ from specdec.assembly import ACCEPTANCE_RULES, PROPOSERS
 from specdec.attention.select import BACKENDS, select_backend
 from specdec.config import SamplingParams
 from specdec.llm import LLM
+from specdec.models.linear import choose_kind
 from specdec.outputs import RequestOutput, TextStream
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
@@ -123,6 +124,7 @@ def collect_info() -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     choice = select_backend("auto", device, [(dtype, 64)])
+    linears = {} if device.type == "cuda" else {"cpu_linear": _linears()}
     return {
         "versions": versions,
         "devices": devices,
@@ -137,8 +139,18 @@ def collect_info() -> dict[str, Any]:
             "dtype": str(dtype).removeprefix("torch."),
             "attention": choice.backend.name,
             "reason": choice.reason,
+            **linears,
         },
     }
+
+
+def _linears() -> str:
+    """The kind of CPU linear that auto takes, timed on products of the default target's size."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(3072, 576, generator=generator) for _ in range(6)]
+    kind, seconds = choose_kind(weights, (1, 4))
+    times = ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in seconds.items())
+    return f"{kind} (of {times})"
 
 
 def print_info(found: dict[str, Any]) -> None:

@@ -13,6 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.distill.trainer import start_draft
+from specdec.models.shared_draft import save_shared_draft
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 OPTIONS = (
     "--num-prompts 4 --max-tokens 12 --batch 1 4 --lookahead 2 4 --lookup 2 --repeats 2 --quiet 1"
@@ -104,11 +107,13 @@ def test_cpu_pair_saves_header_settings_and_results(result: dict[str, Any]) -> N
         (1, "transformers", "prompt lookup"),
         (1, "specdec", "plain"),
         (1, "specdec", "ngram"),
+        (1, "specdec", "ngram auto"),
         (4, "transformers", "plain"),
         (4, "specdec", "plain"),
         (4, "specdec", "ngram"),
+        (4, "specdec", "ngram auto"),
     }
-    assert len(result["selection"]) == 5 + 4  # each K of each library ran once
+    assert len(result["selection"]) == 6 + 5  # each K of each library ran once
 
 
 def test_cpu_pair_counts_tokens_and_finds_equal_texts(result: dict[str, Any]) -> None:
@@ -132,6 +137,28 @@ def test_cpu_pair_counts_tokens_and_finds_equal_texts(result: dict[str, Any]) ->
         base = (row["library"], row["method"]) == ("transformers", "plain")
         assert not base or row["ratio_to_transformers_plain"]["max"] == 1
     assert len(totals) == 1
+
+
+def test_cpu_pair_runs_a_draft_and_samples(
+    cpu_pair: ModuleType, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A draft that borrows the target's embedding, in every way that a draft can serve."""
+    target = LlamaForCausalLM.from_pretrained(tiny_folder)
+    draft = start_draft(target, 1, torch.arange(0, target.config.vocab_size, 2))
+    save_shared_draft(tmp_path / "draft", draft, target, "tiny", int8=True)
+    options = OPTIONS.replace("--batch 1 4", "--batch 1 --temperature 0.7").split()
+    options += [f"--target={tiny_folder}", f"--draft={tmp_path / 'draft'}", f"--out={tmp_path}"]
+    assert cpu_pair.main(options) == 0
+    found = json.loads((tmp_path / "cpu_pair.json").read_text(encoding="utf-8"))
+    methods = {(r["library"], r["method"]) for r in found["results"]}
+    assert methods == {
+        *(("transformers", m) for m in ("plain", "prompt lookup", "assisted")),
+        ("specdec", "plain"),
+        *(("specdec", m) for m in ("draft_model", "hybrid", "ngram")),
+        *(("specdec", f"{m} auto") for m in ("draft_model", "hybrid", "ngram")),
+    }
+    assert all(r["equality"] is None for r in found["results"])
+    assert found["settings"]["engines"]["draft_model"]["proposer"] == "draft_model"
 
 
 def test_equality_names_the_first_different_token(common: ModuleType) -> None:

@@ -102,8 +102,11 @@ def save_shared_draft(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_shared_draft(source: ModelSource, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft, ready to run, in the dtype of `target`, whose embedding and head it uses.
+def load_shared_draft(
+    source: ModelSource, target: PreTrainedModel, *, cut_head: bool = True
+) -> PreTrainedModel:
+    """The draft, ready to run, in the dtype of `target`, whose embedding and head it uses; the
+    whole head unless `cut_head`.
 
     Raises ValueError if it was made for another target, or a tensor is missing or misshapen.
     """
@@ -111,7 +114,7 @@ def load_shared_draft(source: ModelSource, target: PreTrainedModel) -> PreTraine
     _check_fingerprint(source, target)
     tensors = load_file(Path(source.path) / WEIGHTS)
     token_map = tensors.pop(TOKEN_MAP, None)
-    ids = None if token_map is None else token_map.long()
+    ids = None if token_map is None or not cut_head else token_map.long()
     draft = new_draft(source.config, target, ids, dtype=target.dtype)
     for name, parameter in _own(draft).items():
         value = tensors.pop(name, None)
