@@ -51,7 +51,7 @@ SHAPES = {
     (128, None): TileShape(128, 64, 8, 3),
     (256, 16): TileShape(16, 32, 4, 3),
     (256, 32): TileShape(32, 32, 4, 3),
-    (256, None): TileShape(64, 32, 4, 3),
+    (256, None): TileShape(64, 32, 8, 3),
 }
 # fp32 is for tests and odd models: exact products run without tensor cores, tiles stay small.
 FP32_SHAPE = TileShape(16, 16, 4, 1)
