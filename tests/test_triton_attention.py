@@ -1,7 +1,7 @@
 """The triton backend and the packed prefix on flash-attn, under the rule of test_attention.py.
 
 On a CUDA device these are `gpu` tests; elsewhere Triton's interpreter runs the same kernels:
-TRITON_INTERPRET=1 pytest tests/test_triton_attention.py. The interpreter knows no bfloat16 products.
+TRITON_INTERPRET=1 pytest tests/test_triton_attention.py. The interpreter has no bfloat16 products.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import pytest
 import torch
 from attention_cases import Problem, check_backend, dense_answer, make_problem
 from fake_flash import FakeFlash
+from tiny_models import tiny_model
 from torch import Tensor
+from toy import build_engine, output_ids, run
 from triton_interpreter import interpreting, let_loops_run
 
 from specdec.attention import flash_attn
+from specdec.attention.reference import ReferenceBackend
 from specdec.attention.triton_attn import TritonBackend
+from specdec.config import SamplingParams
+from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -83,11 +88,13 @@ def test_lengths_around_a_block(
 
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize(("q_lens", "num_splits"), [([1, 33, 6, 20], 2), ([7, 7, 7, 7], 3)])
+@pytest.mark.parametrize(("q_lens", "num_splits"), [([1, 90, 6, 20], 2), ([7, 7, 7, 7], 3)])
 def test_ragged_rows_windows_and_softcap(
     q_lens: list[int], num_splits: int, softcap: float | None, window: int | None
 ) -> None:
-    """Windows smaller and larger than a block; a prompt's chunk beside one-token rows."""
+    """Windows smaller and larger than a block; a prompt's chunk, several tiles of new keys long,
+    beside one-token rows.
+    """
     problem = make_problem(
         [0, 3, 70, 17],
         q_lens,
@@ -149,6 +156,24 @@ def test_inputs_may_be_views() -> None:
         assert not value.is_contiguous()
         setattr(problem, name, value)
     check_backend(TritonBackend(), problem)
+
+
+def test_an_engine_on_triton_equals_one_on_reference() -> None:
+    """Greedy text of prompts around a block, by a draft model's windows: the same tokens."""
+    prompts = [[7, 8, 9], list(range(5, 22))]
+    texts = []
+    for backend in (ReferenceBackend(), TritonBackend()):
+        models = [tiny_model("llama", seed, head_dim=16).to(DEVICE) for seed in (0, 1)]
+        for model in models:
+            model.set_attn_implementation(ATTENTION_NAME)
+        target, draft = (TransformersModel(model, backend) for model in models)
+        engine = build_engine(target, draft, num_draft_tokens=3, num_blocks=24)
+        greedy = SamplingParams(temperature=0, max_tokens=6)
+        requests = [engine.add(prompt, greedy) for prompt in prompts]
+        run(engine)
+        assert not any(request.error for request in requests)
+        texts.append([output_ids(request) for request in requests])
+    assert texts[0] == texts[1]
 
 
 def packed_flash(problem: Problem) -> Tensor:
@@ -281,7 +306,7 @@ def test_real_sizes(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -
             window=window,
         )
         poison_unused(problem)
-        check_backend(TritonBackend(), problem)
+        check_backend(TritonBackend(), problem, answer_device=DEVICE)
 
 
 @pytest.mark.gpu

@@ -197,6 +197,8 @@ class TritonBackend(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial, lse = (out, out) if num_splits == 1 else plan.scratch(num_splits, q)
         scale, softcap = options.softmax_scale, options.softcap or 0.0
+        # A window of a few tokens is read in a small tile, a prompt in tiles like the cache's.
+        block_new = min(shape.block_n, max(16, _power_of_two(batch.max_seqlen_q)))
         block_d = max(16, _power_of_two(head_dim))
         with on_device(q):
             kernels.attend_kernel[num_tiles, num_kv_heads, num_splits](
@@ -207,7 +209,7 @@ class TritonBackend(AttentionBackend):
                 scale / softcap if softcap else scale * LOG2_E,
                 group, head_dim, page, options.window or 0, softcap,
                 num_splits > 1, batch.q_len is None, batch.max_seqlen_q <= MAX_GUARDED_Q,
-                shape.block_m, shape.block_n, block_d,
+                shape.block_m, shape.block_n, block_new, block_d,
                 num_warps=shape.num_warps, num_stages=shape.num_stages,
             )  # fmt: skip
             if num_splits > 1:

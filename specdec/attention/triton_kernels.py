@@ -16,12 +16,9 @@ programs is needed.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton read it just now, as we do
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -140,21 +137,23 @@ def attend_new(
 def share_of_split(
     first, q_len, start, split, num_splits,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
 ):  # fmt: skip
     """Which tiles a split takes: (low, first and last cached tile, first and last new tile).
 
-    The tiles that the packed rows [first, first + BLOCK_M) can see, the cached ones before the new
-    ones, are cut into num_splits equal runs; the last ones may be empty.
+    The tiles that the packed rows [first, first + BLOCK_M) can see, the cached ones (of BLOCK_N
+    keys) before the new ones (of BLOCK_NEW), are cut into num_splits equal runs; the last ones may
+    be empty.
     """
     low = 0
     first_new = 0
     if WINDOW > 0:
         low = tl.maximum(start + first // GROUP - WINDOW + 1, 0)
-        first_new = tl.maximum(first // GROUP - WINDOW + 1, 0) // BLOCK_N
+        first_new = tl.maximum(first // GROUP - WINDOW + 1, 0) // BLOCK_NEW
     last_query = tl.minimum((first + BLOCK_M - 1) // GROUP, q_len - 1)
     first_cached = low // BLOCK_N
     num_cached = tl.maximum(tl.cdiv(start, BLOCK_N) - first_cached, 0)
-    num_tiles = num_cached + last_query // BLOCK_N + 1 - first_new
+    num_tiles = num_cached + last_query // BLOCK_NEW + 1 - first_new
     per_split = tl.cdiv(num_tiles, num_splits)
     begin = split * per_split
     end = tl.minimum(begin + per_split, num_tiles)
@@ -172,7 +171,7 @@ def attend_kernel(
     num_tokens, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HAS_TILES: tl.constexpr, GUARD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Append and attend; grid (query tile, K/V head, split).
 
@@ -210,7 +209,7 @@ def attend_kernel(
     queries = load_rows(q, tokens * q_token + q_heads * q_head, 1, mine, HEAD_DIM, BLOCK_D)
     num_splits = tl.num_programs(2)
     low, cached, cached_end, new, new_end = share_of_split(
-        first, q_len, start, split, num_splits, GROUP, WINDOW, BLOCK_M, BLOCK_N
+        first, q_len, start, split, num_splits, GROUP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_NEW
     )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -221,7 +220,7 @@ def attend_kernel(
         HEAD_DIM, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)  # fmt: skip
     acc, peak, total = attend_new(
         acc, peak, total, queries, at, new, new_end, q_len, first_token, k, v, k_token, v_token,
-        scale, HEAD_DIM, WINDOW, SOFTCAP, GUARD, BLOCK_N, BLOCK_D)  # fmt: skip
+        scale, HEAD_DIM, WINDOW, SOFTCAP, GUARD, BLOCK_NEW, BLOCK_D)  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # no key: acc is 0 and peak -inf. NaN stays NaN
     rows = tokens * kv_heads * GROUP + q_heads
     if SPLIT:
