@@ -77,6 +77,21 @@ def online_softmax(acc, peak, total, q, keys, values, seen, scale, SOFTCAP: tl.c
 
 
 @triton.jit
+def blocks_of(table, tile, start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The int64 blocks of a tile's keys, one or [BLOCK_N]; 0 behind the `start` cached keys.
+
+    Looked up one tile ahead: loads whose address is another load's result would be pipelined half
+    as deep.
+    """
+    if BLOCK_N <= PAGE:  # the tile lies in one block
+        first = tile * BLOCK_N
+        return tl.load(table + first // PAGE, mask=first < start, other=0).to(tl.int64)
+    else:
+        positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        return tl.load(table + positions // PAGE, mask=positions < start, other=0).to(tl.int64)
+
+
+@triton.jit
 def attend_cached(
     acc, peak, total, q, at, first_tile, last_tile, start, low, k_cache, v_cache, cache_stride,
     table, scale, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -85,14 +100,12 @@ def attend_cached(
     """Tiles [first_tile, last_tile) of the `start` cached keys. All of them are before every query
     at [M], so only the window hides any; keys below `low` are hidden from the whole tile.
     """
+    block = blocks_of(table, first_tile, start, PAGE, BLOCK_N)
     for tile in range(first_tile, last_tile):
         positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         live = (positions < start) & (positions >= low)
-        if BLOCK_N <= PAGE:  # the tile lies in one block
-            block = tl.load(table + tile * BLOCK_N // PAGE).to(tl.int64)
-        else:
-            block = tl.load(table + positions // PAGE, mask=live, other=0).to(tl.int64)
         slots = block * PAGE + positions % PAGE
+        block = blocks_of(table, tile + 1, start, PAGE, BLOCK_N)
         keys = load_rows(k_cache, slots, cache_stride, live, HEAD_DIM, BLOCK_D)
         values = load_rows(v_cache, slots, cache_stride, live, HEAD_DIM, BLOCK_D)
         seen = live[None, :]
