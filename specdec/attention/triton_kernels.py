@@ -177,6 +177,21 @@ def share_of_split(
     return low, cached, cached_end, new, new_end
 
 
+@triton.jit
+def query_tile(tiles, tiles_per_row, HAS_TILES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row and first packed row of this program: from tiles [num_tiles, 2] int32 if HAS_TILES, else
+    each row has tiles_per_row tiles.
+    """
+    tile = tl.program_id(0)
+    if HAS_TILES:
+        row = tl.load(tiles + 2 * tile)
+        first = tl.load(tiles + 2 * tile + 1)
+    else:
+        row = tile // tiles_per_row
+        first = tile % tiles_per_row * BLOCK_M
+    return row, first
+
+
 @triton.jit(do_not_specialize=["table_stride", "tiles_per_row", "num_tokens"])
 def attend_kernel(
     q, k, v, k_cache, v_cache, out, lse, slot_mapping, cu_seqlens_q, cache_seqlens, block_table,
@@ -195,16 +210,10 @@ def attend_kernel(
         lse: [splits, tokens, heads] fp32, base 2; written if SPLIT, -inf where a split has no key.
         slot_mapping [tokens] int64; cu_seqlens_q [rows + 1], cache_seqlens [rows] int32;
             block_table [rows, table_stride] int32.
-        tiles: [num_tiles, 2] int32 if HAS_TILES: row, first packed row; else each row has
-            tiles_per_row tiles.
+        tiles, tiles_per_row: see query_tile.
         WINDOW, SOFTCAP: 0 = none. GUARD: see attend_new; scale: see online_softmax.
     """
-    if HAS_TILES:
-        row = tl.load(tiles + 2 * tl.program_id(0))
-        first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    else:
-        row = tl.program_id(0) // tiles_per_row
-        first = tl.program_id(0) % tiles_per_row * BLOCK_M
+    row, first = query_tile(tiles, tiles_per_row, HAS_TILES, BLOCK_M)
     head, split, kv_heads = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     first_token = tl.load(cu_seqlens_q + row).to(tl.int64)
     q_len = (tl.load(cu_seqlens_q + row + 1) - first_token).to(tl.int32)
