@@ -9,7 +9,7 @@ STAMP4 = $(VENV4)/.installed
 PROMPT ?= Write a Python class Stack with push, pop, peek and is_empty, and show how it is used.
 TRANSFORMERS4_TESTS ?= tests/test_models.py tests/test_loading.py tests/test_llm.py tests/test_families.py
 
-.PHONY: install demo fix check test test-transformers4 gpu-test build clean
+.PHONY: install demo fix check test test-transformers4 triton-test gpu-test build clean
 
 install: $(STAMP)
 
@@ -41,8 +41,13 @@ $(STAMP4): pyproject.toml constraints-transformers4.txt
 test-transformers4: $(STAMP4)
 	$(VENV4)/bin/python -m pytest -m "not e2e" $(TRANSFORMERS4_TESTS)
 
+# The Triton kernels on the CPU, through Triton's interpreter.
+triton-test: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_attention.py
+
 gpu-test:
-	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py tests/test_triton_attention.py
 
 build: install
 	$(BIN)/python -m build --outdir dist .

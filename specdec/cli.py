@@ -92,7 +92,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--acceptance", help="acceptance rule: rejection, greedy, or a plugin's name"
     )
-    models.add_argument("--attention", help="auto, reference, flash_attn, or a plugin's name")
+    models.add_argument(
+        "--attention", help="auto, reference, flash_attn, triton, or a plugin's name"
+    )
     models.add_argument("--device", help="auto, cpu, cuda, cuda:1, ...")
     models.add_argument("--dtype", help="auto, float32, float16, bfloat16")
     models.add_argument(

@@ -91,13 +91,19 @@ def make_problem(
     )
 
 
-def dense_answer(problem: Problem, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Softmax attention written out per row and query, in `dtype`, on the CPU."""
+def dense_answer(
+    problem: Problem, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> Tensor:
+    """Softmax attention written out per row and query, computed in `dtype` on `device`, returned
+    on the CPU.
+    """
     outputs = []
     first = 0
     table = problem.batch.block_table.cpu()
-    q, k, v = (t.cpu().to(dtype) for t in (problem.q, problem.k, problem.v))
-    k_cache, v_cache = (t.cpu().to(dtype) for t in (problem.k_cache, problem.v_cache))
+    q, k, v, k_cache, v_cache = (
+        t.to(device).to(dtype)
+        for t in (problem.q, problem.k, problem.v, problem.k_cache, problem.v_cache)
+    )
     group = q.shape[1] // k.shape[1]
     options = problem.options
     for row, (start, n) in enumerate(zip(problem.starts, problem.q_lens, strict=True)):
@@ -119,15 +125,17 @@ def dense_answer(problem: Problem, dtype: torch.dtype = torch.float64) -> Tensor
             weights = torch.softmax(scores, -1)
             outputs.append(torch.einsum("hl,lhd->hd", weights, values[low : at + 1]))
         first += n
-    return torch.stack(outputs)
+    return torch.stack(outputs).cpu()
 
 
-def check_backend(backend: AttentionBackend, problem: Problem) -> None:
+def check_backend(
+    backend: AttentionBackend, problem: Problem, *, answer_device: str = "cpu"
+) -> None:
     """Error at most 3 times that of a same-precision dense answer + 1e-5; the cache written bit for
     bit, and only there.
     """
-    exact = dense_answer(problem)
-    same_precision = dense_answer(problem, problem.q.dtype)
+    exact = dense_answer(problem, device=answer_device)
+    same_precision = dense_answer(problem, problem.q.dtype, answer_device)
     before_k, before_v = problem.k_cache.clone(), problem.v_cache.clone()
     padding_block = problem.k_cache.shape[0] - 1
     problem.batch.plan = backend.plan(problem.batch, problem.block_size, padding_block)

@@ -14,6 +14,7 @@ from toy import build_engine, output_ids, run
 
 from specdec.attention.base import AttentionBackend
 from specdec.attention.reference import ReferenceBackend
+from specdec.attention.select import BACKENDS
 from specdec.config import SamplingParams
 from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
 from specdec.proposers.ngram import NgramProposer
@@ -134,9 +135,9 @@ def assert_tie(model, token_ids):  # type: ignore[no-untyped-def]
     assert margin <= 3 * error + 1e-5, f"margin {margin:.3f}, bf16 error {error:.3f}"
 
 
-@needs_flash
+@pytest.mark.parametrize("backend", [pytest.param("flash_attn", marks=needs_flash), "triton"])
 @pytest.mark.parametrize("draft", [None, "ngram", "second", "self"])
-def test_engine_on_flash_equals_engine_on_reference(draft: str | None) -> None:
+def test_engine_on_kernels_equals_engine_on_reference(draft: str | None, backend: str) -> None:
     """bf16 greedy: equal tokens, or a first difference at a near-tie of the target (A23)."""
     model = tiny_llama(0, torch.bfloat16)
     prompts = [list(range(5, 5 + n)) for n in (1, 2, 30, 255, 256, 257, 400)]
@@ -144,7 +145,8 @@ def test_engine_on_flash_equals_engine_on_reference(draft: str | None) -> None:
     helper = {"second": tiny_llama(1, torch.bfloat16), "self": model}.get(draft or "", draft)
     if isinstance(helper, torch.nn.Module):
         helper.set_attn_implementation(ATTENTION_NAME)
-    got, stats = greedy_texts(model, flash(), prompts, helper, 0 if draft is None else 5, 256)
+    kernels = BACKENDS.get(backend)()
+    got, stats = greedy_texts(model, kernels, prompts, helper, 0 if draft is None else 5, 256)
     differing = 0
     for prompt, want, have in zip(prompts, expected, got, strict=True):
         if want != have:

@@ -10,13 +10,16 @@ import torch
 from specdec.attention.base import AttentionBackend
 from specdec.attention.flash_attn import FlashAttnBackend
 from specdec.attention.reference import ReferenceBackend
+from specdec.attention.triton_attn import TritonBackend
 from specdec.registry import Registry
 
 BACKENDS: Registry[Callable[[], AttentionBackend]] = Registry(
     "attention backend",
     "specdec.attention",
-    {"reference": ReferenceBackend, "flash_attn": FlashAttnBackend},
+    {"reference": ReferenceBackend, "flash_attn": FlashAttnBackend, "triton": TritonBackend},
 )
+
+FASTEST_FIRST = ("flash_attn", "triton")  # what `auto` tries on a CUDA device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,17 @@ def select_backend(
         return Choice(backend, "asked for")
     if device.type != "cuda":
         return Choice(ReferenceBackend(), f"the device is {device.type}")
-    try:
-        flash = FlashAttnBackend()
-    except ImportError as error:
-        return Choice(ReferenceBackend(), str(error))
-    reason = _unsupported(flash, device, models)
-    if reason:
-        return Choice(ReferenceBackend(), reason)
-    return Choice(flash, "flash-attn is installed")
+    reasons: list[str] = []
+    for name in FASTEST_FIRST:
+        try:
+            backend = BACKENDS.get(name)()
+            reason = _unsupported(backend, device, models)
+        except ImportError as error:
+            reason = str(error)
+        if reason is None:
+            return Choice(backend, "; ".join([f"{name} serves this model", *reasons]))
+        reasons.append(reason)
+    return Choice(ReferenceBackend(), "; ".join(reasons))
 
 
 def _unsupported(
