@@ -47,7 +47,7 @@ triton-test: install
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_attention.py
 
 gpu-test:
-	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py tests/test_triton_attention.py
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py tests/test_step_graph.py tests/test_triton_attention.py
 
 build: install
 	$(BIN)/python -m build --outdir dist .

@@ -72,11 +72,19 @@ class Proposer(ABC):
     A proposer that keeps KV of its own says so by `uses_kv`, keeps
     `Sequence.num_draft_computed_tokens` true, and fills its KV in `extend`. `max_model_len` bounds
     the tokens of a sequence for which it drafts (None = no bound).
+
+    `placement` says where propose() works, which decides what a CUDA graph may hold: "device", a
+    function of the state's tensors alone; "host", one of state.seqs alone, with probs None;
+    "mixed", anything else: its steps run eagerly.
     """
 
     name: str
     uses_kv: bool = False
     max_model_len: int | None = None
+    placement: str = "mixed"
+
+    def prepare(self, seqs: Seq[Sequence], num_draft_tokens: Seq[int]) -> None:  # noqa: B027
+        """Before propose(): what needs the host, such as KV that must be caught up (optional)."""
 
     @abstractmethod
     def propose(self, state: DecodeState) -> Draft:

@@ -21,7 +21,7 @@ from specdec.sampling.pipeline import (
     process_logits,
     to_probs,
 )
-from specdec.sequence import Span
+from specdec.sequence import Sequence, Span
 
 
 class DraftModelProposer(Proposer):
@@ -35,6 +35,7 @@ class DraftModelProposer(Proposer):
 
     name = "draft_model"
     uses_kv = True
+    placement = "device"
 
     def __init__(self, model: PagedModel, max_num_batched_tokens: int = 2048) -> None:
         self.model = model
@@ -57,13 +58,21 @@ class DraftModelProposer(Proposer):
             for span in chunk:
                 span.seq.num_draft_computed_tokens = span.end
 
+    def prepare(self, seqs: Seq[Sequence], num_draft_tokens: Seq[int]) -> None:
+        """Fill draft KV that fell behind while speculation was off, up to the two tokens that are
+        fed anyway.
+        """
+        rows = [s for s, k in zip(seqs, num_draft_tokens, strict=True) if k]
+        self.extend([Span(seq, 0, len(seq) - 2) for seq in rows if len(seq) > 2])
+        for seq in rows:
+            seq.num_draft_computed_tokens = len(seq)  # once the first forward has run
+
     def propose(self, state: DecodeState) -> Draft:
         num_drafts = state.max_num_draft_tokens
         if num_drafts == 0:
             return Draft.empty(state.num_rows, state.device)
-        self._catch_up(state)
         limits = state.draft_limits
-        max_len = max(len(seq) for seq in state.seqs)
+        max_len = state.max_len
         logits = self._first_forward(state, limits, max_len)
         token_ids = torch.full((state.num_rows, num_drafts), -1, device=state.device)
         probs: list[Tensor] = []
@@ -88,15 +97,6 @@ class DraftModelProposer(Proposer):
         """
         batch.token_ids = batch.token_ids.clamp(max=self.model.vocab_size - 1)
         return self.model.forward(batch)
-
-    def _catch_up(self, state: DecodeState) -> None:
-        """Fill draft KV that fell behind while speculation was off, up to the two tokens that are
-        fed anyway.
-        """
-        rows = [s for s, k in zip(state.seqs, state.num_draft_tokens, strict=True) if k]
-        self.extend([Span(seq, 0, len(seq) - 2) for seq in rows if len(seq) > 2])
-        for seq in rows:
-            seq.num_draft_computed_tokens = len(seq)  # once the first forward has run
 
     def _first_forward(self, state: DecodeState, limits: Tensor, max_len: int) -> Tensor:
         """Logits [rows, V_draft] behind the last committed token; feeds last_token_ids [rows,

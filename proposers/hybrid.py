@@ -38,6 +38,7 @@ class HybridProposer(Proposer):
         if not any(left):
             return found
         limits = torch.tensor(left, dtype=torch.int64).to(state.device)
+        self._model.prepare(state.seqs, left)
         drawn = self._model.propose(replace(state, num_draft_tokens=left, draft_limits=limits))
         return _merge(found, drawn, state.vocab_size)
 

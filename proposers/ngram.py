@@ -60,6 +60,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
+    placement = "host"
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
         self._min_n = min_n

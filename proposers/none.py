@@ -10,6 +10,7 @@ class NoProposer(Proposer):
     """Drafts nothing, so every step emits one token of the target's own."""
 
     name = "none"
+    placement = "device"
 
     def propose(self, state: DecodeState) -> Draft:
         return Draft.empty(state.num_rows, state.device)

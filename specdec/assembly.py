@@ -16,6 +16,7 @@ from specdec.attention.select import Choice, select_backend
 from specdec.block_pool import BlockPool
 from specdec.calibration import step_costs
 from specdec.config import EngineConfig
+from specdec.decode_step import DecodeStep
 from specdec.engine import Engine
 from specdec.lookahead import MAX_LOOKAHEAD, PRIORS, SEEDED_LOOKAHEAD, LookaheadChooser
 from specdec.memory import (
@@ -36,6 +37,7 @@ from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.registry import Registry
 from specdec.scheduler import Scheduler
+from specdec.step_graph import GraphStep
 from specdec.verifiers.base import AcceptanceRule
 from specdec.verifiers.greedy import refuse_sampling
 from specdec.verifiers.rejection import rejection
@@ -134,10 +136,9 @@ def assemble(
     pool = BlockPool(memory.num_blocks, block_size, config.enable_prefix_caching)
     context = ProposerContext(config, models[1] if draft is not None else None)
     proposer = PROPOSERS.get(proposer_name)(context)
+    verifier = TargetModelVerifier(models[0], rule, config.acceptance)
     engine = Engine(
-        models[0],
-        proposer,
-        TargetModelVerifier(models[0], rule, config.acceptance),
+        _step(config, models[0], proposer, verifier, lookahead),
         pool,
         Scheduler(
             pool,
@@ -160,6 +161,19 @@ def assemble(
         "block_size": block_size,
     }
     return Assembled(engine, own_tokenizer, choice, memory, description)
+
+
+def _step(
+    config: EngineConfig,
+    target: PagedModel,
+    proposer: Proposer,
+    verifier: TargetModelVerifier,
+    lookahead: int,
+) -> DecodeStep:
+    """Graphs on CUDA, unless they are switched off; else eager."""
+    if target.device.type != "cuda" or not config.cuda_graphs:
+        return DecodeStep(target, proposer, verifier)
+    return GraphStep(target, proposer, verifier, lookahead=lookahead, max_rows=config.max_num_seqs)
 
 
 def _used(draft: ModelName | None, proposer_name: str) -> ModelName | None:

@@ -193,6 +193,7 @@ class EngineConfig:
         0.9  # share of the device's free memory for weights, KV and workspace
     )
     enable_prefix_caching: bool = True
+    cuda_graphs: bool = True  # on CUDA: replay whole decode steps as graphs
     ngram_min: int = 2  # prompt lookup: shortest and longest match
     ngram_max: int = 4
     hybrid_ngram: int = 6  # hybrid: a match of this many tokens comes before the draft model
@@ -215,7 +216,7 @@ class EngineConfig:
         check_whole("ngram_min", self.ngram_min, 1, 64)
         check_whole("ngram_max", self.ngram_max, self.ngram_min, 64)
         check_whole("hybrid_ngram", self.hybrid_ngram, 1, 64)
-        for name in ("trust_remote_code", "enable_prefix_caching"):
+        for name in ("trust_remote_code", "enable_prefix_caching", "cuda_graphs"):
             _flag(name, getattr(self, name))
         if self.max_model_len == 1:
             raise ValueError("max_model_len is 1, a prompt token and an output token need 2")

@@ -36,8 +36,9 @@ class DecodeState:
     block_table: Tensor  # [rows, max_blocks] int32
     block_size: int
     vocab_size: int  # the target's
+    max_len: int  # no row has more committed tokens
     sampling: SamplingRows
-    uniforms: WindowUniforms | None  # [rows, max K + 1] each; None when every row is greedy
+    uniforms: WindowUniforms | None = None  # [rows, max K + 1] each; None: all greedy, or not drawn
 
     @property
     def max_num_draft_tokens(self) -> int:
@@ -45,7 +46,7 @@ class DecodeState:
 
     @property
     def num_rows(self) -> int:
-        return len(self.seqs)
+        return self.seq_lens.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +75,6 @@ class DecodeState:
                 check_table(row, len(seq.block_table), length + k, block_size)
         seq_lens = torch.tensor(lengths, dtype=torch.int64).to(device)
         sampling = SamplingRows.build([row_source(seq) for seq in seqs], vocab_size, device)
-        uniforms = None
-        if not sampling.all_greedy:
-            uniforms = window_uniforms(sampling.seeds, seq_lens, max(num_draft_tokens) + 1)
         longest = max(lengths) + max(num_draft_tokens)
         tables = pad_tables(
             [seq.block_table for seq in seqs], padding_block, blocks_for(longest, block_size)
@@ -94,9 +92,16 @@ class DecodeState:
             block_table=tables.to(device),
             block_size=block_size,
             vocab_size=vocab_size,
+            max_len=max(lengths),
             sampling=sampling,
-            uniforms=uniforms,
         )
+
+    def draw_noise(self) -> None:
+        """Draw the step's uniforms, unless every row is greedy."""
+        if not self.sampling.all_greedy:
+            self.uniforms = window_uniforms(
+                self.sampling.seeds, self.seq_lens, self.max_num_draft_tokens + 1
+            )
 
     def append_batch(
         self, token_ids: Tensor, starts: Tensor, num_valid: Tensor, max_end: int, logits: Tensor

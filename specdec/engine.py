@@ -9,22 +9,19 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.batch import ForwardBatch
 from specdec.block_pool import BlockPool
 from specdec.config import SamplingParams
-from specdec.decode_state import DecodeState
+from specdec.decode_step import DecodeStep
 from specdec.logprobs import add_prompt_logprobs, token_logprobs, wants_prompt_logprobs
-from specdec.models.paged_model import PagedModel
 from specdec.outputs import Request, Sample, TextStream, Tokenizer
-from specdec.proposers.base import Draft, Proposer
 from specdec.requests import RequestBuilder
 from specdec.scheduler import Scheduler, StepPlan
 from specdec.sequence import Sequence, Span
 from specdec.stats import EngineStats
-from specdec.verifiers.base import BAD_DRAFT, BAD_LOGITS, BAD_RULE, Verdict, Verifier
+from specdec.verifiers.base import BAD_DRAFT, BAD_LOGITS, BAD_RULE
 
 logger = logging.getLogger("specdec")
 
@@ -40,9 +37,7 @@ class Engine:
 
     def __init__(
         self,
-        target: PagedModel,
-        proposer: Proposer,
-        verifier: Verifier,
+        step: DecodeStep,
         pool: BlockPool,
         scheduler: Scheduler,
         *,
@@ -52,16 +47,16 @@ class Engine:
         self.pool = pool
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self.target = target
-        self._proposer = proposer
-        self._verifier = verifier
+        self.target = step.target
+        self._step = step
+        self._proposer = step.proposer
         self._builder = RequestBuilder(
             tokenizer,
             eos_ids,
-            target.vocab_size,
+            step.target.vocab_size,
             scheduler.max_model_len,
             scheduler.num_draft_tokens,
-            greedy_only=verifier.rule_name == "greedy",
+            greedy_only=step.verifier.rule_name == "greedy",
         )
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, tuple[Request, Sample]] = {}
@@ -202,7 +197,6 @@ class Engine:
 
     def _decode(self, plan: StepPlan) -> Iterable[Request]:
         """Draft, verify, read the small result, commit."""
-        cache = self.target.kv_cache
         live = [
             (seq, k)
             for seq, k in zip(plan.decode, plan.num_draft_tokens, strict=True)
@@ -211,23 +205,10 @@ class Engine:
         if not live:
             return
         seqs = [seq for seq, _ in live]
-        with self.stats.phase("draft"):
-            state = DecodeState.build(
-                seqs,
-                [k for _, k in live],
-                block_size=cache.block_size,
-                padding_block=cache.padding_block,
-                vocab_size=self.target.vocab_size,
-                device=self.target.device,
-            )
-            draft = _checked_draft(self._proposer, state)
-        with self.stats.phase("verify"):
-            verdict = self._verifier.verify(state, draft)
-        with self.stats.phase("read"):
-            rows = _read(draft, verdict)
+        result = self._step.run(seqs, [k for _, k in live], self.stats)
         with self.stats.phase("commit"):
             for row, (seq, (num_drafted, num_accepted, failed, *run)) in enumerate(
-                zip(seqs, rows, strict=True)
+                zip(seqs, result.rows, strict=True)
             ):
                 if seq.finish_reason:  # a sibling sample failed in this step
                     continue
@@ -236,7 +217,7 @@ class Engine:
                     continue
                 yield self._samples[seq][0]
                 try:
-                    self._commit(seq, run[: num_accepted + 1], num_drafted, verdict.logits[row])
+                    self._commit(seq, run[: num_accepted + 1], num_drafted, result.logits[row])
                 except Exception as error:  # a tokenizer may raise: no other row is to blame
                     self._fail(seq, f"{type(error).__name__}: {error}")
 
@@ -312,8 +293,8 @@ class Engine:
             )
         if code == BAD_RULE:
             return (
-                f"acceptance rule {self._verifier.rule_name!r} kept more drafts than there were, "
-                f"or gave an id outside the vocabulary of {self.target.vocab_size} tokens"
+                f"acceptance rule {self._step.verifier.rule_name!r} kept more drafts than there "
+                f"were, or gave an id outside the vocabulary of {self.target.vocab_size} tokens"
             )
         return (
             "the target's logits were NaN or infinite, or allowed_token_ids, bad_words and "
@@ -321,30 +302,9 @@ class Engine:
         )
 
 
-def _checked_draft(proposer: Proposer, state: DecodeState) -> Draft:
-    """The proposer's draft, checked; an error names the proposer, which may be a plugin."""
-    try:
-        draft = proposer.propose(state)
-        draft.check(state)
-    except Exception as error:
-        raise RuntimeError(
-            f"proposer {proposer.name!r} failed: {type(error).__name__}: {error}"
-        ) from error
-    return draft
-
-
 def _push(text: TextStream, seq: Sequence, token: int) -> str | None:
     """Add a committed token to the text; the stop string that it completes, or None."""
     return text.push(token, may_stop=seq.num_output_tokens >= seq.params.min_tokens)
-
-
-def _read(draft: Draft, verdict: Verdict) -> list[list[int]]:
-    """The step's one transfer to the host: per row [num drafted, num accepted, failed, token ids
-    ...].
-    """
-    columns = (draft.num_draft_tokens, verdict.num_accepted_tokens, verdict.failed)
-    small = torch.cat((torch.stack(columns, dim=1), verdict.token_ids), dim=1)
-    return small.tolist()  # type: ignore[no-any-return]
 
 
 def _tell(hook: Callable[[Any], None], about: Any) -> None:

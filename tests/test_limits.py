@@ -26,6 +26,8 @@ LAYERS = (
     {"calibration"},
     {"proposers"},
     {"verifiers"},
+    {"decode_step"},
+    {"step_graph"},
     {"engine"},
     {"model_pair"},
     {"assembly", "driver"},

@@ -30,7 +30,7 @@ def test_a23_a_difference_is_reported_with_its_margin(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positive control: a verifier that bends one token is caught, and no tolerance excuses it."""
-    verifier = llm._driver.engine._verifier
+    verifier = llm._driver.engine._step.verifier
     original = verifier.verify
 
     def bent(state, draft):  # type: ignore[no-untyped-def]

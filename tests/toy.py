@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.batch import ForwardBatch
 from specdec.block_pool import BlockPool
 from specdec.decode_state import DecodeState
+from specdec.decode_step import DecodeStep
 from specdec.engine import Engine
 from specdec.kv_cache import KVLayout
 from specdec.models.paged_model import PagedModel
@@ -22,6 +23,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.none import NoProposer
 from specdec.scheduler import Scheduler
 from specdec.sequence import Sequence as Seq
+from specdec.step_graph import Capture, GraphStep
 from specdec.verifiers.rejection import rejection
 from specdec.verifiers.target_model import TargetModelVerifier
 
@@ -114,6 +116,7 @@ def build_engine(
     eos_ids: Sequence[int] = (),
     tokenizer: Any = None,
     max_model_len: int | None = None,
+    capture: Capture | None = None,
 ) -> Engine:
     """An engine of stubs, wired as specdec.assembly wires real models."""
     target.attach(num_blocks, block_size)
@@ -136,7 +139,15 @@ def build_engine(
         proposer_max_len=proposer.max_model_len,
     )
     verifier = TargetModelVerifier(target, rule, "rejection")
-    return Engine(target, proposer, verifier, pool, scheduler, tokenizer=tokenizer, eos_ids=eos_ids)
+    step = DecodeStep(target, proposer, verifier)
+    if capture is not None:
+        step = GraphStep(
+            *(target, proposer, verifier),
+            lookahead=num_draft_tokens,
+            max_rows=max_num_seqs,
+            capture=capture,
+        )
+    return Engine(step, pool, scheduler, tokenizer=tokenizer, eos_ids=eos_ids)
 
 
 def run(

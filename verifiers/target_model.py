@@ -87,7 +87,7 @@ class TargetModelVerifier(Verifier):
             token_ids,
             state.seq_lens - 1,
             draft.num_draft_tokens + 1,
-            max(len(seq) for seq in state.seqs) + num_drafts,
+            state.max_len + num_drafts,
             torch.arange(token_ids.numel(), device=state.device),
         )
         logits = self.model.forward(batch)

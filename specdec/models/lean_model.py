@@ -176,7 +176,7 @@ def lean_or_transformers(
                 f"through transformers' modules ({reason}); leave cpu_linear out"
             )
         return TransformersModel(model, backend), "transformers"
-    if model.dtype != torch.float32:
+    if model.dtype != torch.float32 or model.device.type != "cpu":
         if asked not in (None, "fp32"):
             raise ValueError(
                 f"cpu_linear={asked!r} serves float32 models on the CPU, this one is "
@@ -210,8 +210,6 @@ def _fastest(lean: LeanModel, lookahead: int) -> str:
 def _not_lean(model: PreTrainedModel) -> str | None:
     """Why the lean forward does not fit this model, or None."""
     config, base = model.config, model.base_model
-    if model.device.type != "cpu":
-        return "on a GPU the lean forward is not in use yet"
     if config.model_type not in FAMILIES:
         return "its family has no lean forward"
     if getattr(config, "hidden_act", None) not in ACTIVATIONS:
