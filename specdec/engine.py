@@ -25,6 +25,7 @@ from specdec.verifiers.base import BAD_DRAFT, BAD_LOGITS, BAD_RULE
 
 logger = logging.getLogger("specdec")
 
+ORIGIN_ACCEPTED = ["accepted"]
 LEARN_STEPS = 32  # steps after which the choice of K looks at the acceptance again
 
 
@@ -215,16 +216,20 @@ class Engine:
                 if failed:
                     self._fail(seq, self._why(failed))
                     continue
-                yield self._samples[seq][0]
+                request, sample = self._samples[seq]
+                yield request
                 try:
-                    self._commit(seq, run[: num_accepted + 1], num_drafted, result.logits[row])
+                    self._commit(seq, run[: num_accepted + 1], num_drafted)
+                    if seq.params.logprobs is not None:
+                        self._add_logprobs(sample, result.logits[row])
+                    if seq.finish_reason:
+                        self._end(seq, seq.finish_reason, early=False)
                 except Exception as error:  # a tokenizer may raise: no other row is to blame
                     self._fail(seq, f"{type(error).__name__}: {error}")
 
-    def _commit(self, seq: Sequence, run: list[int], num_drafted: int, logits: Tensor) -> None:
+    def _commit(self, seq: Sequence, run: list[int], num_drafted: int) -> None:
         """Append a row's run, cut where the sequence ends; roll both KV counters; count."""
         request, sample = self._samples[seq]
-        before = len(seq)
         if sample.text.looks_for_stops:
             stop_text = partial(_push, sample.text, seq)
             num_kept = seq.accept(run, self.scheduler.max_model_len, stop_text)
@@ -235,20 +240,25 @@ class Engine:
         request.first_token_at = request.first_token_at or time.perf_counter()
         self.stats.record(num_drafted, len(run) - 1, num_kept)
         sample.stats.record(num_drafted, len(run) - 1, num_kept)
-        last = "plain" if not num_drafted else "bonus" if len(run) > num_drafted else "recovered"
-        sample.origins += (["accepted"] * (len(run) - 1) + [last])[:num_kept]
-        if seq.params.logprobs is not None:
-            tokens = seq.token_ids[before : before + num_kept]
-            sample.logprobs += token_logprobs(logits[:num_kept], tokens, seq.params.logprobs)
-        if seq.finish_reason:
-            self._end(seq, seq.finish_reason, early=False)
-        else:
+        sample.origins += ORIGIN_ACCEPTED * (len(run) - 1)
+        sample.origins.append(
+            "plain" if not num_drafted else "bonus" if len(run) > num_drafted else "recovered"
+        )
+        del sample.origins[seq.num_output_tokens :]
+        if not seq.finish_reason:
             self._register(seq)
+
+    def _add_logprobs(self, sample: Sample, logits: Tensor) -> None:
+        """Log-probabilities of the tokens that this step emitted; logits [K + 1, vocab]."""
+        seq = sample.seq
+        tokens = seq.token_ids[seq.num_prompt_tokens + len(sample.logprobs) :]
+        assert seq.params.logprobs is not None
+        sample.logprobs += token_logprobs(logits[: len(tokens)], tokens, seq.params.logprobs)
 
     def _register(self, seq: Sequence) -> None:
         valid = seq.num_computed_tokens
-        if self._proposer.uses_kv:
-            valid = min(valid, seq.num_draft_computed_tokens)
+        if self._proposer.uses_kv and valid > seq.num_draft_computed_tokens:
+            valid = seq.num_draft_computed_tokens
         self.scheduler.register_prefix(seq, valid)
 
     def _end(self, seq: Sequence, reason: str, *, early: bool = True) -> None:

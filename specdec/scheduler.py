@@ -125,7 +125,7 @@ class Scheduler:
             num_rows = min(len(self.running) + len(self.waiting), self._max_running)
             self._chosen = min(self._chooser.best(num_rows), self.num_draft_tokens)
         for seq in list(self.running):
-            if seq in self.running and seq.prefilled:
+            if seq.prefilled and seq in self.running:
                 budget -= self._plan_decode(plan, seq)
         for seq in list(self.running):
             if seq in self.running and not seq.prefilled:
@@ -146,7 +146,11 @@ class Scheduler:
         The last two committed tokens are left out: a draft's first feed writes them again, and a
         block that another sequence may hold is never written.
         """
-        self.pool.register(seq.block_table, seq.token_ids, min(num_valid, len(seq) - 2))
+        num_valid = min(num_valid, len(seq.token_ids) - 2)
+        num_full = num_valid // self.pool.block_size
+        if num_full > seq.num_offered_blocks:
+            self.pool.register(seq.block_table, seq.token_ids, num_valid)
+            seq.num_offered_blocks = num_full
 
     def _plan_decode(self, plan: StepPlan, seq: Sequence) -> int:
         drafts = self.lookahead(seq)

@@ -30,6 +30,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # shared by target and draft KV
     num_computed_tokens: int = 0  # leading tokens with valid target KV
     num_draft_computed_tokens: int = 0  # the same for the draft
+    num_offered_blocks: int = 0  # leading blocks that later prompts may share
     lookahead: int | None = None  # K of a sequence that samples, set when it is admitted
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token or the string that ended it
@@ -99,7 +100,7 @@ class Sequence:
     def preempt(self) -> list[int]:
         """Forget all KV (it is computed again later) and return the blocks to be freed."""
         blocks, self.block_table = self.block_table, []
-        self.num_computed_tokens = self.num_draft_computed_tokens = 0
+        self.num_computed_tokens = self.num_draft_computed_tokens = self.num_offered_blocks = 0
         return blocks
 
 

@@ -57,6 +57,8 @@ class SpecStats:
         self.num_accepted_tokens += num_accepted
         self.num_verified_tokens += num_accepted + 1
         self.num_emitted_tokens += num_emitted
+        if num_drafted == 0:
+            return
         missing = num_drafted - len(self.drafted_by_position)
         self.drafted_by_position += [0] * missing
         self.accepted_by_position += [0] * missing

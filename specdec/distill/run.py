@@ -36,6 +36,7 @@ from specdec.models.loading import load_model, resolve_dtype, resolve_source
 from specdec.models.shared_draft import save_shared_draft
 
 WORK = "work"
+GROWING = ("num_answer_tokens", "train_tokens", "num_reports")  # may be raised later
 SETTINGS = "settings.json"
 TURNS = "own_turns.jsonl"
 
@@ -244,7 +245,7 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
     before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [k for k in settings if settings[k] != before.get(k)]
+    changed = [k for k in settings if settings[k] != before.get(k) and k not in GROWING]
     if changed:
         told = ", ".join(f"{k} {before.get(k)!r} -> {settings[k]!r}" for k in changed[:3])
         raise ValueError(
