@@ -9,13 +9,11 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from specdec.batch import ForwardBatch
 from specdec.block_pool import BlockPool
 from specdec.config import SamplingParams
 from specdec.decode_step import DecodeStep
-from specdec.logprobs import add_prompt_logprobs, token_logprobs, wants_prompt_logprobs
+from specdec.logprobs import add_logprobs, add_prompt_logprobs, wants_prompt_logprobs
 from specdec.outputs import Request, Sample, TextStream, Tokenizer
 from specdec.requests import RequestBuilder
 from specdec.scheduler import Scheduler, StepPlan
@@ -221,7 +219,7 @@ class Engine:
                 try:
                     self._commit(seq, run[: num_accepted + 1], num_drafted)
                     if seq.params.logprobs is not None:
-                        self._add_logprobs(sample, result.logits[row])
+                        add_logprobs(sample, result.logits[row])
                     if seq.finish_reason:
                         self._end(seq, seq.finish_reason, early=False)
                 except Exception as error:  # a tokenizer may raise: no other row is to blame
@@ -247,13 +245,6 @@ class Engine:
         del sample.origins[seq.num_output_tokens :]
         if not seq.finish_reason:
             self._register(seq)
-
-    def _add_logprobs(self, sample: Sample, logits: Tensor) -> None:
-        """Log-probabilities of the tokens that this step emitted; logits [K + 1, vocab]."""
-        seq = sample.seq
-        tokens = seq.token_ids[seq.num_prompt_tokens + len(sample.logprobs) :]
-        assert seq.params.logprobs is not None
-        sample.logprobs += token_logprobs(logits[: len(tokens)], tokens, seq.params.logprobs)
 
     def _register(self, seq: Sequence) -> None:
         valid = seq.num_computed_tokens

@@ -38,3 +38,11 @@ def add_prompt_logprobs(request: Request, span: Span, logits: Tensor) -> bool:
     rows = logits[start - span.start : end - span.start]
     request.prompt_logprobs += token_logprobs(rows, tokens, num_top)
     return True
+
+
+def add_logprobs(sample: Sample, logits: Tensor) -> None:
+    """Append those of the tokens that this step emitted, logits [K + 1, V] at its positions."""
+    seq = sample.seq
+    tokens = seq.token_ids[seq.num_prompt_tokens + len(sample.logprobs) :]
+    assert seq.params.logprobs is not None
+    sample.logprobs += token_logprobs(logits[: len(tokens)], tokens, seq.params.logprobs)
