@@ -192,11 +192,12 @@ def _largest_lookahead(config: EngineConfig, proposer: str, device: torch.device
         return config.num_draft_tokens
     if proposer == "none":
         return 0
-    largest = MAX_LOOKAHEAD if _measures(proposer, device) else DEFAULT_LOOKAHEAD
+    largest = MAX_LOOKAHEAD if measures_costs(proposer, device) else DEFAULT_LOOKAHEAD
     return min(largest, config.max_num_batched_tokens - 2)
 
 
-def _measures(proposer: str, device: torch.device) -> bool:
+def measures_costs(proposer: str, device: torch.device) -> bool:
+    """Whether K, left open, is chosen from measured costs."""
     return proposer in PRIORS and device.type == "cpu"
 
 
@@ -209,7 +210,7 @@ def _chooser(
     kernels: list[str],
 ) -> LookaheadChooser | None:
     """K by measured costs, unless the user gave K."""
-    if config.num_draft_tokens is not None or not _measures(proposer, device):
+    if config.num_draft_tokens is not None or not measures_costs(proposer, device):
         return None
     about = {
         "models": [[p.source.name, str(kv_shape(p.source.config)), str(p.dtype)] for p in parts],

@@ -21,7 +21,7 @@ class StepResult:
     """What a step gave, row by row."""
 
     rows: list[list[int]]  # [num drafted, num accepted, failed, token ids ...], see Verdict
-    logits: Tensor  # [rows, K + 1, vocab] float32, the target's; valid until the next step
+    logits: Tensor | None  # [rows, K + 1, vocab] float32, the target's; None: no row wants them
 
 
 class DecodeStep:

@@ -219,6 +219,7 @@ class Engine:
                 try:
                     self._commit(seq, run[: num_accepted + 1], num_drafted)
                     if seq.params.logprobs is not None:
+                        assert result.logits is not None
                         add_logprobs(sample, result.logits[row])
                     if seq.finish_reason:
                         self._end(seq, seq.finish_reason, early=False)

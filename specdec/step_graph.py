@@ -73,8 +73,9 @@ class StepShape:
 class GraphStep(DecodeStep):
     """Replays graphs where it can; other steps run eagerly.
 
-    Eager are steps with a row whose parameters are more than a temperature, and proposers that are
-    neither tensor functions nor work on the host alone.
+    Eager are steps with a row whose parameters are more than a temperature, or that wants
+    log-probabilities (a graph keeps no logits), and proposers that are neither tensor functions nor
+    work on the host alone.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class GraphStep(DecodeStep):
             return step.read(len(seqs))
 
     def _shape(self, seqs: Seq[Sequence], num_draft_tokens: Seq[int]) -> StepShape | None:
-        if self.proposer.placement == "mixed" or any(row_source(s).has_rules for s in seqs):
+        rows = [row_source(seq) for seq in seqs]
+        asks_more = any(row.has_rules or row.params.logprobs is not None for row in rows)
+        if self.proposer.placement == "mixed" or asks_more:
             return None
         num_drafts = self._lookahead if any(num_draft_tokens) else 0
         longest = max(len(seq) for seq in seqs) + num_drafts
@@ -129,7 +132,7 @@ class GraphStep(DecodeStep):
             num_rows=min(rounded(len(seqs)), max(self._max_rows, len(seqs))),
             num_blocks=rounded(num_blocks),
             num_drafts=num_drafts,
-            greedy=all(row_source(s).greedy for s in seqs),
+            greedy=all(row.greedy for row in rows),
         )
 
     def _host_drafts(self, seqs: Seq[Sequence], num_draft_tokens: Seq[int]) -> Draft | None:
@@ -177,7 +180,7 @@ class CapturedStep:
             for t in (self._ints, self._table, self._temperature, self._drafts)
         ]
         self._graph: Graph | None = None
-        self._small = self._logits = self._ints  # of the last step
+        self._small = self._ints  # of the last step, see pack()
 
     def load(self, seqs: Seq[Sequence], num_draft_tokens: Seq[int], drafts: Draft | None) -> None:
         """Write this step's rows; the rows behind them decode nothing into the padding block."""
@@ -220,7 +223,7 @@ class CapturedStep:
 
     def read(self, count: int) -> StepResult:
         """The first `count` rows; waits for the device."""
-        return StepResult(self._small[:count].tolist(), self._logits[:count])
+        return StepResult(self._small[:count].tolist(), None)
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -233,7 +236,7 @@ class CapturedStep:
         else:
             draft = Draft(self._drafts[:, :-1], self._drafts[:, -1])
         verdict = self._step.verifier.verify(state, draft)
-        self._small, self._logits = pack(draft, verdict), verdict.logits
+        self._small = pack(draft, verdict)
 
     def _state(self) -> DecodeState:
         target, ints = self._step.target, self._ints

@@ -161,6 +161,28 @@ def test_cpu_pair_runs_a_draft_and_samples(
     assert found["settings"]["engines"]["draft_model"]["proposer"] == "draft_model"
 
 
+def test_draft_quality_runs(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import draft_quality
+
+    target = LlamaForCausalLM.from_pretrained(tiny_folder)
+    save_shared_draft(tmp_path / "d", start_draft(target, 2, None), target, "tiny", int8=False)
+    options = f"--target={tiny_folder} --draft={tmp_path / 'd'} --out={tmp_path} --num-prompts 4"
+    assert draft_quality.main([*options.split(), "--max-tokens", "100", "--quiet"]) == 0
+    found = json.loads((tmp_path / "draft_quality.json").read_text(encoding="utf-8"))
+    rows = {row["category"]: row for row in found["results"]}
+    assert rows.keys() == {"all", "chat", "code", "summarisation", "reasoning"}
+    everything = rows["all"]["greedy"]
+    assert everything["num_positions"] == sum(
+        row["greedy"]["num_positions"] for name, row in rows.items() if name != "all"
+    )
+    assert everything["top1"] > 0.9  # the draft's two layers are the target's, in bfloat16
+    assert rows["all"]["greedy_first"]["num_positions"] <= 4 * draft_quality.FIRST
+    assert found["chained"]["greedy"]["mean_accepted_length"] > 3
+
+
 def test_equality_names_the_first_different_token(common: ModuleType) -> None:
     reference = [[1, 2, 3], [4, 5]]
     found = common.equality(reference, [[[1, 2, 3], [4, 5]], [[1, 9, 3], [4]]])

@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 
+import specdec.assembly as assembly
 import specdec.calibration as calibration
 from specdec import LLM, SamplingParams
 from specdec.calibration import step_costs
 from specdec.lookahead import PRIORS, SEEDED_LOOKAHEAD, LookaheadChooser, Prior, StepCosts
 from specdec.stats import SpecStats
+
+MEASURES = assembly.measures_costs  # before conftest's fixture sets it aside
+
+
+@pytest.fixture(autouse=True)
+def measured_lookahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(assembly, "measures_costs", MEASURES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
 
 FLAT = StepCosts({1: 1.0, 64: 1.0}, {1: 0.1, 64: 0.1})  # bound by bandwidth
 STEEP = StepCosts({1: 1.0, 2: 2.0, 64: 64.0}, {1: 0.1, 64: 6.4})  # every token costs the same

@@ -1,4 +1,4 @@
-"""Counter-based noise: Philox4x32-10 in int64 tensors, bit-equal on every device.
+"""Counter-based noise: Philox4x32-10 in 64-bit integers, bit-equal on every device.
 
 A number depends on (request seed, counter) alone, so results do not depend on batch, order,
 slot or preemption. One call per window position yields the three independent streams of a step:
@@ -7,8 +7,11 @@ the draft's, the acceptance test's and the last token's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,18 +46,28 @@ def philox4x32(
     int64 tensors or ints, broadcast against seeds (higher bits are dropped). Returns four int64
     tensors, each a word in [0, 2^32).
     """
-    pair = torch.arange(2, device=seeds.device)
-    multipliers, key_steps = (lo + (hi - lo) * pair for lo, hi in (_MULTIPLIERS, _KEY_STEPS))
-    keys = torch.stack((seeds & _WORD, (seeds >> 32) & _WORD), dim=-1)
-    w0, w1, w2, w3 = (((torch.zeros_like(seeds) + c) & _WORD)[..., None] for c in (c0, c1, c2, c3))
-    x, y = torch.where(pair == 0, w0, w2), torch.where(pair == 0, w1, w3)
-    for i in range(_NUM_ROUNDS):
-        # x = (x0, x2), y = (x1, x3). Both factors are below 2^32: the int64 product wraps to
-        # the right 64 bits. Its high words, swapped, go to x and its low words to y.
-        product = (x * multipliers).flip(-1)
-        x = ((product >> 32) & _WORD) ^ y ^ ((keys + i * key_steps) & _WORD)
-        y = product & _WORD
-    return x[..., 0], y[..., 0], x[..., 1], y[..., 1]
+    if seeds.device.type == "cpu":  # a few numbers: numpy's calls cost a tenth of torch's
+        counters = [np.asarray(c, dtype=np.int64) for c in (c0, c1, c2, c3)]
+        words = _philox(seeds.numpy().view(np.uint64), [c.view(np.uint64) for c in counters])
+        arrays = (np.asarray(word).view(np.int64) for word in words)
+        w0, w1, w2, w3 = (torch.from_numpy(array) for array in arrays)
+        return w0, w1, w2, w3
+    w0, w1, w2, w3 = _philox(seeds, [torch.zeros_like(seeds) + c for c in (c0, c1, c2, c3)])
+    return w0, w1, w2, w3
+
+
+def _philox(seeds: Any, counters: Sequence[Any]) -> list[Any]:
+    """The rounds, in numpy's uint64 or torch's int64: a product of two numbers below 2^32 keeps its
+    64 bits in both.
+    """
+    k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
+    x0, x1, x2, x3 = (c & _WORD for c in counters)
+    for _ in range(_NUM_ROUNDS):
+        p0, p1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        x0, x1 = ((p1 >> 32) & _WORD) ^ x1 ^ k0, p1 & _WORD
+        x2, x3 = ((p0 >> 32) & _WORD) ^ x3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return [x0, x1, x2, x3]
 
 
 def uniform(words: Tensor) -> Tensor:
