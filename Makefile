@@ -44,10 +44,10 @@ test-transformers4: $(STAMP4)
 # The Triton kernels on the CPU, through Triton's interpreter.
 triton-test: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_attention.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_attention.py tests/test_layer_ops.py
 
 gpu-test:
-	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py tests/test_step_graph.py tests/test_triton_attention.py
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider tests/test_gpu.py tests/test_step_graph.py tests/test_triton_attention.py tests/test_layer_ops.py
 
 build: install
 	$(BIN)/python -m build --outdir dist .

@@ -17,6 +17,7 @@ from specdec.attention.reference import ReferenceBackend
 from specdec.batch import ForwardBatch
 from specdec.config import CPU_LINEARS
 from specdec.models import linear
+from specdec.models.layer_ops import LayerOps
 from specdec.models.lean_model import FAMILIES, PRODUCTS, LeanModel, lean_or_transformers
 from specdec.models.paged_model import ATTENTION_NAME, TransformersModel
 from specdec.sequence import Span
@@ -122,8 +123,8 @@ def test_two_forwards_of_one_module_share_their_weights() -> None:
 def test_a_forward_that_disagrees_gives_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    norm = LeanModel._norm
-    monkeypatch.setattr(LeanModel, "_norm", lambda self, x, w: norm(self, x, w) * 1.01)
+    norm = LayerOps.norm
+    monkeypatch.setattr(LayerOps, "norm", lambda self, x, w: norm(self, x, w) * 1.01)
     with caplog.at_level(logging.INFO, "specdec"):
         found, kept = choose(tiny_model("llama"))
     assert isinstance(found, TransformersModel) and kept == "transformers"

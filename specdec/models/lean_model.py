@@ -18,6 +18,8 @@ from specdec.attention.base import AttentionBackend, AttentionOptions
 from specdec.batch import ForwardBatch
 from specdec.kv_cache import KVLayout
 from specdec.models.families import kv_shape, max_context
+from specdec.models.fused_layer_ops import layer_ops
+from specdec.models.layer_ops import LayerShape
 from specdec.models.linear import KINDS, Linear, PlainLinear, choose_kind, obstacle
 from specdec.models.paged_model import PagedModel, TransformersModel
 
@@ -51,22 +53,26 @@ class LeanLayer:
 class LeanModel(PagedModel):
     """Logits equal to the transformers module's up to rounding; `lean_or_transformers` checks that.
 
-    Keys are kept with the two halves of a rotated pair side by side: q has the same order, so
-    scores do not change, and one complex product rotates both.
+    Its products are Linears, its attention a backend's, the rest a LayerOps.
     """
 
     def __init__(self, model: PreTrainedModel, backend: AttentionBackend) -> None:
         config, base = model.config, model.base_model
         shape = kv_shape(config)
         self._backend = backend
-        self._num_heads, self._num_kv_heads = shape.num_heads, shape.num_kv_heads
-        self._head_dim = shape.head_dim
-        self._eps = float(config.rms_norm_eps)
+        self._ops = layer_ops(
+            LayerShape(
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                float(config.rms_norm_eps),
+                base.rotary_emb.inv_freq.float(),
+                float(base.rotary_emb.attention_scaling),
+                ACTIVATIONS[config.hidden_act],
+            )
+        )
         self._embedding = base.embed_tokens.weight.detach()
         self._final_norm = base.norm.weight.detach()
-        self._activation = ACTIVATIONS[config.hidden_act]
-        self._frequencies = base.rotary_emb.inv_freq.float()
-        self._rotary_scale = float(base.rotary_emb.attention_scaling)
         self._layers = [
             _lean_layer(layer, _window(config, layer.self_attn)) for layer in base.layers
         ]
@@ -105,43 +111,26 @@ class LeanModel(PagedModel):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        cache = self.kv_cache
+        cache, ops = self.kv_cache, self._ops
         batch.plan = self._backend.plan(batch, cache.block_size, cache.padding_block)
-        angles = batch.positions[:, None].float() * self._frequencies
-        rotation = torch.polar(torch.full_like(angles, self._rotary_scale), angles)[:, None]
+        rotation = ops.rotation(batch.positions)
         hidden = F.embedding(batch.token_ids, self._embedding)  # [T, hidden]
-        for index, layer in enumerate(self._layers):
-            normed = self._norm(hidden, layer.input_norm)
-            attended = self._attend(normed, layer, index, rotation, batch)
-            hidden += layer.out(attended)
-            gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
-            gate, up = gate_up.chunk(2, dim=-1)
-            hidden += layer.down(self._activation(gate) * up)
+        normed = ops.norm(hidden, self._layers[0].input_norm)
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), None]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            q, k, v = ops.rotate(layer.qkv(normed), layer.q_norm, layer.k_norm, rotation)
+            kv = cache.k[index], cache.v[index]
+            attended = self._backend.attend(q, k, v, *kv, batch, layer.options)
+            attended = attended.reshape(hidden.shape[0], -1)
+            normed = ops.add_norm(hidden, layer.out(attended), layer.mlp_norm)
+            delta = layer.down(ops.gate(layer.gate_up(normed)))
+            if next_norm is not None:
+                normed = ops.add_norm(hidden, delta, next_norm)
         if batch.logits_indices.shape[0] == 0:  # KV only: skip the output head
             return torch.empty(0, self.vocab_size, device=self.device)
         if batch.logits_indices.shape[0] < hidden.shape[0]:
-            hidden = hidden[batch.logits_indices]
-        return self._head(self._norm(hidden, self._final_norm)).float()
-
-    def _attend(
-        self, hidden: Tensor, layer: LeanLayer, index: int, rotation: Tensor, batch: ForwardBatch
-    ) -> Tensor:
-        """Attention over hidden [T, hidden] -> [T, num_heads * head_dim]."""
-        num_tokens, num_heads, num_kv_heads = hidden.shape[0], self._num_heads, self._num_kv_heads
-        heads = layer.qkv(hidden).view(num_tokens, -1, self._head_dim)
-        q_k, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = q_k.split((num_heads, num_kv_heads), dim=1)
-            q_k = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=1)
-        first, second = q_k.float().chunk(2, dim=-1)
-        turned = torch.view_as_real(torch.complex(first, second) * rotation)
-        q, k = turned.flatten(-2).to(hidden.dtype).split((num_heads, num_kv_heads), dim=1)
-        cache = self.kv_cache
-        out = self._backend.attend(q, k, v, cache.k[index], cache.v[index], batch, layer.options)
-        return out.reshape(num_tokens, -1)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+            hidden, delta = hidden[batch.logits_indices], delta[batch.logits_indices]
+        return self._head(ops.add_norm(hidden, delta, self._final_norm)).float()
 
 
 def lean_or_transformers(
