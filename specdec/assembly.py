@@ -26,7 +26,15 @@ from specdec.memory import (
     plan_memory,
     workspace_bytes,
 )
-from specdec.model_pair import ModelName, Part, check_pair, find_part, load_part, resolve_device
+from specdec.model_pair import (
+    ModelName,
+    Part,
+    check_pair,
+    check_quant_backend,
+    find_part,
+    load_part,
+    resolve_device,
+)
 from specdec.models.families import kv_shape, max_context
 from specdec.models.loading import eos_token_ids, load_tokenizer
 from specdec.models.paged_model import PagedModel
@@ -118,6 +126,7 @@ def assemble(
     part = partial(find_part, config=config, device=device, progress=progress)
     target_part = part("target", target)
     parts = [target_part] if draft is None else [target_part, part("draft", draft)]
+    check_quant_backend(parts, config.quant_backend)
     own_tokenizer = tokenizer or load_tokenizer(target_part.source)
     if draft is not None:
         check_pair(own_tokenizer, *parts)
@@ -213,7 +222,10 @@ def _chooser(
     if config.num_draft_tokens is not None or not measures_costs(proposer, device):
         return None
     about = {
-        "models": [[p.source.name, str(kv_shape(p.source.config)), str(p.dtype)] for p in parts],
+        "models": [
+            [p.source.name, str(kv_shape(p.source.config)), str(p.dtype), p.quant_backend]
+            for p in parts
+        ],
         "kernels": kernels,
     }
     costs = step_costs(models[0], models[1] if len(models) > 1 else None, about)

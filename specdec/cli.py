@@ -1,4 +1,4 @@
-"""The command `specdec`: generate, chat, distill, info."""
+"""The command `specdec`: generate, chat, distill, quantize, info."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import specdec
 from specdec.distill.command import add_parser as add_distill
+from specdec.quantize.command import add_parser as add_quantize
 
 if TYPE_CHECKING:
     from specdec.config import SamplingParams
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(chat)
     chat.set_defaults(run=_chat)
     add_distill(commands)
+    add_quantize(commands)
     info = commands.add_parser("info", help=INFO_HELP, description=INFO_HELP)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--debug", action="store_true", help="show a traceback on errors")
@@ -99,6 +101,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", help="auto, float32, float16, bfloat16")
     models.add_argument(
         "--cpu-linear", help="auto, fp32, fp16_weight, int8_weight, bf16: weights on a CPU"
+    )
+    models.add_argument(
+        "--quant-backend", help="auto, dequant, dense, aten_int4: what GPTQ weights run on"
     )
     models.add_argument("--load-format", help="auto, or dummy for random weights from a config")
     models.add_argument("--max-model-len", type=int, help="tokens per sequence, prompt included")
@@ -137,6 +142,7 @@ ENGINE_FIELDS = [
     "device",
     "dtype",
     "cpu_linear",
+    "quant_backend",
     "load_format",
     "max_model_len",
     "num_blocks",

@@ -167,6 +167,9 @@ class SamplingParams:
 
 
 CPU_LINEARS = ("auto", "fp32", "fp16_weight", "int8_weight", "bf16")
+QUANT_BACKENDS = (
+    *("auto", "humming", "triton", "dequant", "dense", "aten_int4", "gptqmodel", "auto_gptq"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +186,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto: float32 on the CPU, the checkpoint's on a GPU
     load_format: str = "auto"  # auto | dummy
     cpu_linear: str = "auto"  # how a CPU keeps weights: fp32 | fp16_weight | int8_weight | bf16
+    quant_backend: str = "auto"  # what packed (GPTQ) weights run on, one of QUANT_BACKENDS
     trust_remote_code: bool = False
     block_size: int | None = None  # tokens per KV block, 16..256
     num_blocks: int | None = None  # KV blocks shared by both models
@@ -226,6 +230,11 @@ class EngineConfig:
         if self.cpu_linear not in CPU_LINEARS:
             raise ValueError(
                 f"cpu_linear must be one of {', '.join(CPU_LINEARS)}, got {self.cpu_linear!r}"
+            )
+        if self.quant_backend not in QUANT_BACKENDS:
+            raise ValueError(
+                f"quant_backend must be one of {', '.join(QUANT_BACKENDS)}, got "
+                f"{self.quant_backend!r}"
             )
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be 'auto' or 'dummy', got {self.load_format!r}")

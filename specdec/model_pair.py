@@ -27,6 +27,7 @@ from specdec.models.loading import (
 from specdec.models.paged_model import ATTENTION_NAME, PagedModel
 from specdec.models.shared_draft import check_target, is_shared, load_shared_draft, own_bytes
 from specdec.models.vocabulary import check_vocabularies
+from specdec.quant.backends import choose_backend
 
 ModelName: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
@@ -39,6 +40,8 @@ class Part:
     source: ModelSource
     model: PreTrainedModel | None
     dtype: torch.dtype
+    device: torch.device
+    quant_backend: str | None = None  # what packed weights run on; None: there are none
 
     @property
     def shared(self) -> bool:
@@ -51,7 +54,13 @@ class Part:
         if self.model is not None:
             loaded = 0
         else:
-            loaded = (own_bytes if self.shared else weight_bytes)(self.source, self.dtype)
+            loaded = (
+                own_bytes(self.source, self.dtype)
+                if self.shared
+                else weight_bytes(
+                    self.source, self.dtype, self.device, self.quant_backend or "auto"
+                )
+            )
         return Footprint(self.role, loaded, layout)
 
 
@@ -88,7 +97,7 @@ def find_part(
             raise ValueError(
                 f"the {role} is on {name.device}, the engine on {device}; move it first"
             )
-        return Part(role, source_from_model(name), name, name.dtype)
+        return Part(role, source_from_model(name), name, name.dtype, device)
     if not isinstance(name, str | os.PathLike) or isinstance(name, bytes):
         raise ValueError(
             f"the {role} must be an alias, folder, hub id, GGUF file or transformers model, "
@@ -100,12 +109,24 @@ def find_part(
         trust_remote_code=config.trust_remote_code,
         progress=progress,
     )
-    part = Part(role, source, None, resolve_dtype(config.dtype, source.config, device))
+    packed = source.quant is not None
+    dtype = resolve_dtype(config.dtype, source.config, device, packed=packed)
+    backend = choose_backend(config.quant_backend, device).name if packed else None
+    part = Part(role, source, None, dtype, device, backend)
     if role == "target" and part.shared:
         raise ValueError(
             f"{source.name} is a draft that borrows its target's embedding: give it as draft="
         )
     return part
+
+
+def check_quant_backend(parts: list[Part], quant_backend: str) -> None:
+    """Refuse a backend that is named where no weights are packed: it would do nothing."""
+    if quant_backend != "auto" and all(part.quant_backend is None for part in parts):
+        raise ValueError(
+            f"quant_backend={quant_backend!r} serves GPTQ checkpoints, and no model here is one; "
+            f"leave quant_backend out"
+        )
 
 
 def check_pair(tokenizer: Any, target: Part, draft: Part) -> None:
@@ -136,15 +157,23 @@ def load_part(
         assert target.model is not None  # loaded first
         part.model = load_shared_draft(part.source, target.model)
     elif part.model is None:
-        part.model = load_model(part.source, device=device, dtype=part.dtype, progress=progress)
+        part.model = load_model(
+            part.source,
+            device=device,
+            dtype=part.dtype,
+            progress=progress,
+            quant_backend=part.quant_backend or "auto",
+        )
     else:
         part.model.eval()
         part.model.set_attn_implementation(ATTENTION_NAME)
-    paged = lean_or_transformers(
+    paged, kind = lean_or_transformers(
         part.model,
         choice.backend,
         owned=owned,
         cpu_linear=config.cpu_linear,
         lookahead=lookahead,
     )
-    return paged
+    if part.quant_backend is not None:
+        kind = f"gptq {part.quant_backend}, {kind}"
+    return paged, kind

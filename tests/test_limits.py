@@ -17,11 +17,12 @@ MAX_FILE = 16 * 2**20  # bytes of a committed file
 
 # From the ground up; a module imports from lower floors only, so there is no cycle.
 LAYERS = (
-    {"config", "stats", "registry", "block_pool", "kv_cache"},
+    {"config", "stats", "registry", "block_pool", "kv_cache", "weight_files"},
     {"sequence", "sampling", "progress"},
     {"batch", "memory", "outputs", "lookahead"},
     {"scheduler"},
     {"decode_state", "attention", "requests", "logprobs"},
+    {"quant"},
     {"models"},
     {"calibration"},
     {"proposers"},
@@ -32,7 +33,7 @@ LAYERS = (
     {"model_pair"},
     {"assembly", "driver"},
     {"llm"},
-    {"lossless", "terminal", "distill"},
+    {"lossless", "terminal", "distill", "quantize"},
     {"cli", "server", "integrations"},
 )
 ONLY = {"sampling": {"config"}}  # modules that may use less than all below them

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +25,12 @@ from transformers.utils import cached_file, logging
 from specdec.models.default_target import ALIASES
 from specdec.models.families import check_family
 from specdec.models.gguf_file import convert_gguf
+from specdec.quant.backends import choose_backend
+from specdec.quant.config import QuantConfig
+from specdec.quant.dummy import PREFIX, dummy_config
+from specdec.quant.loading import QuantModel
+from specdec.quant.source import fetch_checkpoint, take_settings
+from specdec.weight_files import check_weights
 
 DTYPES = {
     "float32": torch.float32,
@@ -58,6 +62,7 @@ class ModelSource:
     revision: str | None = None
     trust_remote_code: bool = False
     local_files_only: bool = False  # the model is in memory already: nothing is fetched for it
+    quant: QuantConfig | None = None  # packed weights (GPTQ); None = plain ones
 
     def hub_options(self) -> dict[str, Any]:
         return {
@@ -75,8 +80,8 @@ def resolve_source(
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> ModelSource:
-    """Turn an alias, folder, GGUF file, config.json (dummy) or hub id into a checked source; loads
-    no weights.
+    """Turn an alias, folder, GGUF file, config.json (dummy), dummy:SHAPE or hub id into a checked
+    source; loads no weights.
 
     Raises FileNotFoundError or ValueError with the remedy: not found, unsupported family, pickled
     or damaged weights.
@@ -84,6 +89,9 @@ def resolve_source(
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
     text = os.fspath(name)
+    if text.startswith(PREFIX):
+        shape, packed = dummy_config(text)
+        return ModelSource(text, "", shape, "dummy", local_files_only=True, quant=packed)
     path = Path(text).expanduser()
     config_file = None
     if text in ALIASES:
@@ -102,18 +110,12 @@ def resolve_source(
         _check_hub_name(text)
     config = _read_config(config_file or found, text, revision, trust_remote_code)
     check_family(config)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        )
-        raise ValueError(
-            f"{text} holds quantised weights ({method}), which cannot be loaded yet; use plain "
-            f"weights"
-        )
-    if load_format != "dummy" and path.is_dir():
-        check_weights(path)
-    return ModelSource(text, found, config, load_format, revision, trust_remote_code)
+    quant = take_settings(config, found, text, revision, fetch=load_format != "dummy")
+    if quant is not None and not path.exists() and load_format != "dummy":
+        found = fetch_checkpoint(text, revision)
+    if load_format != "dummy" and os.path.isdir(found):
+        check_weights(Path(found), any_name=quant is not None)
+    return ModelSource(text, found, config, load_format, revision, trust_remote_code, quant=quant)
 
 
 def source_from_model(model: PreTrainedModel) -> ModelSource:
@@ -130,14 +132,19 @@ def load_model(
     dtype: torch.dtype,
     seed: int = 0,
     progress: bool = True,
+    quant_backend: str = "auto",
 ) -> PreTrainedModel:
     """Load the weights onto the device, through accelerate's meta initialisation: never a second
-    copy.
+    copy. `quant_backend` says what packed weights run on.
 
     Raises ValueError if a tensor is missing or has another shape than the config says.
     """
     options: dict[str, Any] = {"attn_implementation": ATTENTION, "dtype": dtype}
-    if source.load_format == "dummy":
+    if source.quant is not None:
+        with _errors_named(source):
+            packed = _quant_model(source, device, dtype, quant_backend)
+            model = packed.load(device, seed=seed, progress=progress)
+    elif source.load_format == "dummy":
         with torch.device(device), torch.random.fork_rng():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
@@ -172,10 +179,21 @@ def load_tokenizer(source: ModelSource) -> Any:
         ) from error
 
 
-def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-    """Bytes of all parameters in `dtype`, tied ones once, counted on the meta device. Raises
-    ValueError for a config that no model can be built from.
+def weight_bytes(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    quant_backend: str = "auto",
+) -> int:
+    """Bytes of all parameters in `dtype`, packed ones as they will be kept on `device` (None: the
+    CPU), tied ones once, counted on the meta device.
+
+    Raises ValueError for a config that no model can be built from, or that packed tensors
+    contradict.
     """
+    if source.quant is not None:
+        place = device or torch.device("cpu")
+        return _quant_model(source, place, dtype, quant_backend).num_bytes()
     try:
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(
@@ -191,13 +209,17 @@ def weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
     return int(count) * dtype.itemsize
 
 
-def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def resolve_dtype(
+    name: str, config: Any, device: torch.device, *, packed: bool = False
+) -> torch.dtype:
     """A dtype by name; auto is float32 on the CPU and the checkpoint's own (else bfloat16) on a
-    GPU.
+    GPU, float16 for packed weights, whose scales are that.
     """
     if name == "auto":
         if device.type == "cpu":
             return torch.float32
+        if packed:
+            return torch.float16
         own = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
     if name not in DTYPES:
@@ -221,66 +243,6 @@ def eos_token_ids(
         ids = getattr(holder, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
     return frozenset(found)
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse pickled, missing, truncated or corrupt weights before anything is loaded."""
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        files = _shards(index)
-    else:
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-        if pickled:
-            raise ValueError(
-                f"{folder} has only pickled weights ({pickled[0]}), which can run code when "
-                f"opened; convert them to safetensors: load them with transformers and call "
-                f"save_pretrained"
-            )
-        raise FileNotFoundError(
-            f"{folder} has no {single.name} and no {index.name}; give a folder with weights"
-        )
-    for file in files:
-        _check_safetensors(file)
-
-
-def _shards(index: Path) -> list[Path]:
-    """The files that an index names; all of them exist."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [index.parent / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} cannot be read ({error}); download it again") from error
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{index} names {file.name}, which is missing; download it again"
-            )
-    return files
-
-
-def _check_safetensors(file: Path) -> None:
-    """Compare the header's last offset with the file's size."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > size - 8:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(length))
-        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-        expected = 8 + length + int(max(ends, default=0))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
-        raise ValueError(
-            f"{file} is not a whole safetensors file ({error}); download it again"
-        ) from error
-    if size != expected:
-        raise ValueError(
-            f"{file} has {size} bytes, its header says {expected}: cut off or damaged; download "
-            f"it again"
-        )
 
 
 def _is_gguf(file: Path) -> bool:
@@ -322,6 +284,22 @@ def _read_config(found: str, name: str, revision: str | None, trust_remote_code:
         raise ValueError(
             f"the config of {name} cannot be read ({_first_line(error)}); {remedy}"
         ) from error
+
+
+def _quant_model(
+    source: ModelSource, device: torch.device, dtype: torch.dtype, backend: str
+) -> QuantModel:
+    assert source.quant is not None
+    return QuantModel(
+        source.config,
+        source.quant,
+        None if source.load_format == "dummy" else Path(source.path),
+        source.name,
+        backend=choose_backend(backend, device),
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        trust_remote_code=source.trust_remote_code,
+    )
 
 
 def _load_checkpoint(

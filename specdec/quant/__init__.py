@@ -1,0 +1,1 @@
+"""GPTQ checkpoints in AutoGPTQ's format: reading, packing, linear layers on packed weights."""

@@ -1,0 +1,1 @@
+"""Makes GPTQ checkpoints: rounding to nearest, and GPTQ on calibration text."""
