@@ -29,8 +29,7 @@ from specdec.memory import (
 from specdec.model_pair import (
     ModelName,
     Part,
-    check_pair,
-    check_quant_backend,
+    check_parts,
     find_part,
     load_part,
     resolve_device,
@@ -126,10 +125,8 @@ def assemble(
     part = partial(find_part, config=config, device=device, progress=progress)
     target_part = part("target", target)
     parts = [target_part] if draft is None else [target_part, part("draft", draft)]
-    check_quant_backend(parts, config.quant_backend)
     own_tokenizer = tokenizer or load_tokenizer(target_part.source)
-    if draft is not None:
-        check_pair(own_tokenizer, *parts)
+    check_parts(own_tokenizer, parts, config.quant_backend)
     geometry = [(p.dtype, kv_shape(p.source.config).head_dim) for p in parts]
     choice = select_backend(config.attention, device, geometry)
     block_size = _block_size(config.block_size, choice)

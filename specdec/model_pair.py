@@ -120,16 +120,18 @@ def find_part(
     return part
 
 
-def check_quant_backend(parts: list[Part], quant_backend: str) -> None:
-    """Refuse a backend that is named where no weights are packed: it would do nothing."""
+def check_parts(tokenizer: Any, parts: list[Part], quant_backend: str) -> None:
+    """Refuse a draft that does not fit the target, and a backend that is named where no weights are
+    packed: it would do nothing.
+    """
     if quant_backend != "auto" and all(part.quant_backend is None for part in parts):
         raise ValueError(
             f"quant_backend={quant_backend!r} serves GPTQ checkpoints, and no model here is one; "
             f"leave quant_backend out"
         )
-
-
-def check_pair(tokenizer: Any, target: Part, draft: Part) -> None:
+    if len(parts) == 1:
+        return
+    target, draft = parts
     if draft.shared:  # no tokenizer of its own
         check_target(draft.source, target.source.config)
         draft.dtype = target.dtype

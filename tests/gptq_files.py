@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -82,31 +83,33 @@ def pack_linear(
         g_idx = [g_idx[i] for i in torch.randperm(num_columns, generator=generator).tolist()]
     top, half = (1 << bits) - 1, 1 << (bits - 1)
     num_groups = max(g_idx) + 1
-    scales = torch.zeros(num_groups, num_rows, dtype=torch.float16)
+    rows = weight.detach().tolist()
+    scales = [[0.0] * num_rows for _ in range(num_groups)]
     zeros = [[half] * num_rows for _ in range(num_groups)]
     codes = [[0] * num_rows for _ in range(num_columns)]
-    dense = torch.zeros(num_rows, num_columns)
+    dense = [[0.0] * num_columns for _ in range(num_rows)]
     for group in range(num_groups):
         members = [k for k in range(num_columns) if g_idx[k] == group]
-        for n in range(num_rows):
-            values = [float(weight[n, k]) for k in members]
-            scales[group, n] = max(2 * max(abs(v) for v in values) / top, 1e-4)
+        for n, row in enumerate(rows):
+            scale = max(2 * max(abs(row[k]) for k in members) / top, 1e-4)
+            scale = struct.unpack("e", struct.pack("e", scale))[0]  # as float16
+            scales[group][n] = scale
             if not sym:
                 zeros[group][n] = 1 + (half + 3 * group + n) % (top - 1)
             if zero_point is not None and n % 3 == 0:
                 zeros[group][n] = zero_point
-            scale = float(scales[group, n])
-            for k, value in zip(members, values, strict=True):
-                code = min(max(round(value / scale) + zeros[group][n], 0), top)
+            zero = zeros[group][n]
+            for k in members:
+                code = min(max(round(row[k] / scale) + zero, 0), top)
                 codes[k][n] = code
-                dense[n, k] = (code - zeros[group][n]) * scale
+                dense[n][k] = (code - zero) * scale
     tensors = {
         "qweight": int32(slow_pack(codes, bits)),
         "qzeros": int32(stored_zeros(zeros, bits, v2)),
-        "scales": scales,
+        "scales": torch.tensor(scales, dtype=torch.float16),
         "g_idx": torch.tensor(g_idx, dtype=torch.int32),
     }
-    return tensors, dense
+    return tensors, torch.tensor(dense)
 
 
 def inputs_of(name: str) -> int:

@@ -27,6 +27,7 @@ from torch import nn
 
 from specdec.models import loading
 from specdec.models.loading import load_model, load_tokenizer, resolve_source
+from specdec.models.paged_model import ATTENTION_NAME
 from specdec.quant import packing
 from specdec.quant.linear import AtenInt4Linear, DequantLinear, QuantLinear
 from specdec.quant.packing import QuantWeight, dequantize, pack, pack_zeros, unpack, unpack_zeros
@@ -45,6 +46,7 @@ def load(folder: Path, backend: str = "auto", dtype: torch.dtype = torch.float32
 def agree(folder: Path, dense: Any, backend: str = "dequant", limit: float = 1e-3) -> Any:
     """The checkpoint's logits are those of the dense dequantised weights."""
     model = load(folder, backend)
+    assert model.config._attn_implementation == ATTENTION_NAME
     wanted = plain_logits(dense, IDS)
     assert float(wanted.abs().max()) > 1.0
     assert float((plain_logits(model, IDS) - wanted).abs().max()) < limit
@@ -80,7 +82,7 @@ def test_three_bits_lie_as_autogptq_puts_them() -> None:
 @pytest.mark.parametrize("v2", [False, True])
 def test_zero_points_of_both_versions(bits: int, v2: bool) -> None:
     generator = torch.Generator().manual_seed(bits)
-    zeros = torch.randint(1, 1 << bits, (3, 32), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (40, 32), generator=generator)
     stored = int32(stored_zeros(zeros.tolist(), bits, v2))
     assert torch.equal(unpack_zeros(stored, bits, 32, v2=v2).long(), zeros)
     assert torch.equal(pack_zeros(zeros, bits, v2=v2), stored)
@@ -92,8 +94,9 @@ def test_a_zero_point_of_zero_borrows_within_its_word(bits: int) -> None:
     zeros = [[0, 1, 2, 0] * 8, [3, 0, 0, 1] * 8]
     stored = int32(stored_zeros(zeros, bits, v2=False))
     assert unpack_zeros(stored, bits, 32, v2=False).tolist() == zeros
-    naive = [[(c + 1) % (1 << bits) for c in row] for row in unpack(stored.t(), bits, 32).t()]
-    assert torch.tensor(naive).tolist() != zeros
+    codes = unpack(stored.t(), bits, 32)
+    naive = [[(c + 1) % (1 << bits) for c in row] for row in codes.t().tolist()]
+    assert naive != zeros
 
 
 def canonical(bits: int, group_size: int, **how: Any) -> tuple[QuantWeight, torch.Tensor]:
@@ -424,7 +427,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_module_at_a_time_is_held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources of earlier modules are gone when the next is read."""
-    import gc
     import weakref
 
     from specdec.quant.checkpoint import ModuleReader
@@ -435,7 +437,6 @@ def test_a_module_at_a_time_is_held(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     def watched(self: ModuleReader, spec: Any) -> QuantWeight:
         nonlocal most
-        gc.collect()
         most = max(most, sum(ref() is not None for ref in alive))
         weight = read(self, spec)
         alive.append(weakref.ref(weight.words))

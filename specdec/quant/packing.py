@@ -79,33 +79,35 @@ def to_int32(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << WORD), words).to(torch.int32)
 
 
-def offset_pattern(bits: int, length: int, device: torch.device | None = None) -> Tensor:
-    """int64 [length]: words in which every code is 1, the offset of v1's zero points."""
-    ones = torch.ones(length * WORD // bits, 1, dtype=torch.uint8, device=device)
-    return torch.nn.functional.pad(
-        pack(ones, bits)[:, 0].to(torch.int64) & LOW, (0, length - num_words(len(ones), bits))
-    )
-
-
 def unpack_zeros(qzeros: Tensor, bits: int, columns: int, *, v2: bool) -> Tensor:
     """True zero points: int32 [G, num_words(N, bits)] -> uint8 [G, N].
 
     v1 stores them less one. The one is added on whole words, with wrap: writers subtract it that
-    way, so a zero point of 0, which borrows from its neighbours, comes back as it was.
+    way, so a zero point of 0, which borrows from its neighbours, comes back as it was. Codes of 3
+    bits straddle words, there it is added to each code.
     """
-    if not v2:
-        wide = qzeros.to(torch.int64) & LOW
-        qzeros = to_int32(wide + offset_pattern(bits, qzeros.shape[1], qzeros.device))
-    return unpack(qzeros.t().contiguous(), bits, columns).t().contiguous()
+    if not v2 and WORD % bits == 0:
+        qzeros = to_int32((qzeros.to(torch.int64) & LOW) + _ones(bits))
+    codes = unpack(qzeros.t().contiguous(), bits, columns)
+    if not v2 and WORD % bits:
+        codes = (codes + 1) & ((1 << bits) - 1)
+    return codes.t().contiguous()
 
 
 def pack_zeros(zeros: Tensor, bits: int, *, v2: bool) -> Tensor:
     """The inverse of unpack_zeros: integer [G, N] -> int32 [G, num_words(N, bits)]."""
-    words = pack(zeros.t(), bits).t().contiguous()
-    if v2:
+    codes = zeros.t().to(torch.int64)
+    if not v2 and WORD % bits:
+        codes = (codes - 1) & ((1 << bits) - 1)
+    words = pack(codes, bits).t().contiguous()
+    if v2 or WORD % bits:
         return words
-    wide = words.to(torch.int64) & LOW
-    return to_int32(wide - offset_pattern(bits, words.shape[1], words.device))
+    return to_int32((words.to(torch.int64) & LOW) - _ones(bits))
+
+
+def _ones(bits: int) -> int:
+    """A word in which every code is 1: 0x11111111 for 4 bits."""
+    return sum(1 << i for i in range(0, WORD, bits))
 
 
 def group_rows(values: Tensor, group_size: int, rows: int) -> Tensor:

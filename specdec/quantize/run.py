@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.models.loading import load_model, load_tokenizer, resolve_dtype, resolve_source
+from specdec.models.paged_model import ATTENTION_NAME
 from specdec.quant.config import BITS
 from specdec.quantize.gptq import DAMPING, Codes, Grid
 from specdec.quantize.layers import calibrate_layers, layer_linears, perplexity, round_layers
@@ -53,21 +55,7 @@ def quantize(
     """
     started = time.perf_counter()
     _check(out, grid, method, calibration)
-    place = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    )
-    source = resolve_source(model_name, progress=progress)
-    if source.quant is not None:
-        raise ValueError(f"{model_name} is quantised already; give the model it was made from")
-    tokenizer = load_tokenizer(source)
-    model = load_model(
-        source,
-        device=place,
-        dtype=resolve_dtype("auto", source.config, place),
-        progress=progress,
-    )
-    layer_linears(model)  # refused before any work is done
-    model.set_attn_implementation("eager")  # plain masks, and softcaps where a family has them
+    model, tokenizer = _load(model_name, device, progress)
     rows, held_out = _texts(tokenizer, calibration, evaluation, num_samples, sample_tokens)
     before = perplexity(model, held_out) if held_out else None
     if method == "gptq":
@@ -81,10 +69,7 @@ def quantize(
         "model": model_name,
         "out": str(out),
         "method": method,
-        "bits": grid.bits,
-        "group_size": grid.group_size,
-        "sym": grid.sym,
-        "act_order": grid.act_order,
+        **asdict(grid),
         "num_modules": len(packed),
         "weight_bytes": sum(file.stat().st_size for file in out.glob("*.safetensors")),
         "calibration_tokens": sum(len(row) for row in rows) if method == "gptq" else 0,
@@ -93,6 +78,21 @@ def quantize(
         "perplexity_after": after,
         "seconds": time.perf_counter() - started,
     }
+
+
+def _load(name: str, device: str, progress: bool) -> tuple[PreTrainedModel, Any]:
+    """The model with plain masks, float32 on the CPU, and its tokenizer."""
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(automatic if device == "auto" else device)
+    source = resolve_source(name, progress=progress)
+    if source.quant is not None:
+        raise ValueError(f"{name} is quantised already; give the model it was made from")
+    dtype = resolve_dtype("auto", source.config, place)
+    model = load_model(source, device=place, dtype=dtype, progress=progress)
+    assert model.config._attn_implementation == ATTENTION_NAME  # registered by its import
+    model.set_attn_implementation("eager")  # softcaps too, where a family has them
+    layer_linears(model)  # refused before any work is done
+    return model, load_tokenizer(source)
 
 
 def _check(out: Path, grid: Grid, method: str, calibration: Path | None) -> None:
