@@ -300,8 +300,8 @@ def test_a_damaged_tokenizer(folder: Path) -> None:
 
 
 def test_quantised_weights_are_refused_by_name(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    fails(folder, r"quantised weights \(gptq\)")
+    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
+    fails(folder, r"quantised weights \(awq\)")
 
 
 def test_remote_code_is_not_run_unasked(folder: Path) -> None:

@@ -280,7 +280,7 @@ def test_a_bias_of_zeros_without_a_place_is_dropped(tmp_path: Path) -> None:
 
 
 def test_outputs_that_fill_no_tile(tmp_path: Path) -> None:
-    """Heads of 12 give 24 outputs for k and v, the vocabulary has 99: padded, or not needed."""
+    """Heads of 12 give 24 outputs for k and v, the vocabulary has 103 ids, as odd as 32001."""
     model = tiny_model("llama", vocab_size=103, hidden_size=64, intermediate_size=96, head_dim=12)
     dense = write_gptq(tmp_path, model, head=True, sym=False)
     for backend in ("dequant", "dense", "aten_int4"):
