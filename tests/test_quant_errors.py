@@ -232,8 +232,8 @@ def test_a_missing_bias(tmp_path: Path) -> None:
     [
         ({"bits": 8}, "q_proj holds 4 bits a weight, its config says 8"),
         ({"bits": 2}, "q_proj holds 4 bits a weight, its config says 2"),
-        ({"group_size": 64}, "down_proj has 3 groups, group_size 64 gives 2"),
-        ({"group_size": -1}, "has . groups, group_size -1 gives 1"),
+        ({"group_size": 64}, "q_proj has 2 groups, group_size 64 gives 1"),
+        ({"group_size": -1}, "q_proj has 2 groups, group_size -1 gives 1"),
         ({"dynamic": {".*layers.1.mlp.up_proj": {"bits": 8}}}, f"{UP} holds 4 bits"),
     ],
 )
@@ -241,8 +241,6 @@ def test_a_config_that_contradicts_the_tensors(
     folder: Path, fields: dict[str, Any], match: str
 ) -> None:
     edit_settings(folder, **fields)
-    if fields == {"group_size": 64}:
-        match = "group_size 64 gives"
     fails(folder, match)
 
 
@@ -313,7 +311,7 @@ def test_a_kernel_for_another_device() -> None:
 
 
 def test_an_unknown_backend_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="must be one of auto, humming, .*got 'marlin'"):
+    with pytest.raises(ValueError, match=r"must be one of auto, humming, .*got 'marlin'"):
         EngineConfig(quant_backend="marlin")
 
 

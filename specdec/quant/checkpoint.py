@@ -61,7 +61,7 @@ def plan_modules(
     config: QuantConfig,
     source: str,
 ) -> dict[str, ModuleSpec]:
-    """The packed modules by name: a module is packed if its qweight is in the files.
+    """The packed modules by name, in the model's order: a module is packed if its qweight is in the files.
 
     Args:
         linears: the linear layers of the model, by name.
@@ -77,15 +77,18 @@ def plan_modules(
             f"{source} says that it is quantised (gptq), and no tensor of it is packed "
             f"(*{PACKED}); take quantization_config out of its config.json, or download it again"
         )
-    found = {}
     for name in names:
         if name not in linears:
             raise ValueError(
                 f"{source} holds packed weights of {name}, which is no linear layer of the model "
                 f"in its config; check that config and weights belong together"
             )
-        found[name] = _plan_module(name, linears[name], tensors, config, source)
-    return found
+    packed = set(names)
+    return {
+        name: _plan_module(name, shape, tensors, config, source)
+        for name, shape in linears.items()
+        if name in packed
+    }
 
 
 def _plan_module(
