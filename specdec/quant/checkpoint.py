@@ -61,7 +61,7 @@ def plan_modules(
     config: QuantConfig,
     source: str,
 ) -> dict[str, ModuleSpec]:
-    """The packed modules by name, in the model's order: a module is packed if its qweight is in the files.
+    """The packed modules by name, in the model's order: those whose qweight is in the files.
 
     Args:
         linears: the linear layers of the model, by name.
